@@ -58,6 +58,7 @@ def _left(code: int) -> int:
 def command_parser() -> argparse.ArgumentParser:
     """The parser of `resihp`; scripts/make_reference.py writes a page from it."""
     from megatron_resihp.integration.check import command as check_command
+    from megatron_resihp.integration.emergency import command as emergency_command
     from megatron_resihp.report.detect import command as detect_command
     from megatron_resihp.report.plan import command as plan_command
     from megatron_resihp.report.run import command as report_command
@@ -75,6 +76,7 @@ def command_parser() -> argparse.ArgumentParser:
     _add(commands, "inject", inject, "slow a worker or a link of a running job, or end a slowdown")
     _add(commands, "apply", apply, "ask a running job to change to a given plan")
     _add(commands, "checkpoint", checkpoint, "say how to continue from the state that survivors of a job have saved")
+    _add(commands, "emergency", emergency_command, "make a checkpoint of what survivors of a job have saved in parts")
     _add(commands, "report", report_command, "say what happened in a run, from its event log")
     _add(commands, "detect", detect_command, "say which workers were slow, from a run's records or a table of times")
     _add(commands, "plan", plan_command, "find the best plan for a job with dead or slow workers")

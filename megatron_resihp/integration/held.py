@@ -40,8 +40,3 @@ class Held:
     def coordinate(self) -> Coordinate | None:
         """The coordinate of the job's own layout whose state this is; None if it is of another layout."""
         return self._own.coordinate_of(self.shards)
-
-    @property
-    def writes_shard(self) -> bool:
-        """Whether this is just what Megatron has in one file of a checkpoint."""
-        return self.kept is None and self.coordinate is not None

@@ -45,6 +45,7 @@ class EmergencyCheckpointOrder:
         reason: why there is no plan.
         writers: what each of them writes.
         missing: shards that no survivor holds.
+        entire: whether each of them writes all that it holds.
     """
 
     epoch: Epoch
@@ -52,6 +53,7 @@ class EmergencyCheckpointOrder:
     commit: Commit | None
     writers: dict[Worker, Shards]
     missing: Shards
+    entire: bool = False
 
     def part_of(self, worker: int) -> Shards:
         """What a worker writes."""

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """scripts/pretrain_gpt.py with an Adam that counts steps as fused ones do, for each parameter group, on any device.
 
-Megatron loads checkpoints of its distributed optimizer with such ones only.
+Megatron loads checkpoints of its distributed optimizer with such ones only. Jobs of this package may have wishes.
 """
 
+import os
 import runpy
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from megatron.core.optimizer import distrib_optimizer
 from torch.optim.adamw import adamw
 
 PRETRAIN = Path(__file__).resolve().parents[2] / "scripts" / "pretrain_gpt.py"
+WISHING = Path(__file__).with_name("wishing_gpt.py")
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -46,4 +48,4 @@ distrib_optimizer.Adam = FusedAdam
 distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
 
 if __name__ == "__main__":
-    runpy.run_path(str(PRETRAIN), run_name="__main__")
+    runpy.run_path(str(WISHING if "RESIHP_RUN_DIR" in os.environ else PRETRAIN), run_name="__main__")

@@ -19,6 +19,7 @@ from torch.distributed import checkpoint as checkpoints
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_resihp.control import exit_codes
+from megatron_resihp.integration.emergency.contents import found_groups
 
 SAVED = 6
 """Halfway, four iterations after the change of plan."""
@@ -231,19 +232,12 @@ def test_a_distributed_optimizer_s_checkpoint_is_loaded_and_saved_under_an_unlik
     assert losses == pytest.approx(as_stock_says(rest), rel=tolerance.loss)
 
 
-def test_survivors_of_a_plan_that_lost_state_write_slices(jobs: Jobs, tmp_path: Path) -> None:
+def test_survivors_of_a_plan_that_lost_state_name_it(jobs: Jobs, tmp_path: Path) -> None:
     """Worker 2 was the only one with its half of the last layer and of the head."""
     plan = change_to("other layers", tmp_path, 2)
     job = jobs.run(tiny(**MODEL | UNIFORM_LAYOUT | plan, resihp_inject="kill:2@5:backward"), workers=4)
     assert job.code == exit_codes.NO_PLAN, job.tails()
     assert {each.complete for each in job.summary.salvages} == {False}
-    contents = [
-        json.loads(path.read_text()) for path in job.run_dir.glob("emergency_checkpoint/iter_0000004/worker_*.json")
-    ]
-    pieces = {piece for each in contents for piece in each["slices"]}
-    assert {each["cuts"] for each in contents} == {2}
-    assert {"1/0", "1/1", "3/0", "3/1", "4/1"} <= pieces and not {"4/0", "5/0"} & pieces
-    assert all(
-        (job.run_dir / "emergency_checkpoint" / "iter_0000004" / f"worker_{worker}.pt").is_file()
-        for worker in (0, 1, 3)
-    )
+    [group] = found_groups(job.run_dir)
+    assert group.iteration == 4 and {each.worker for each in group.files.values()} == {0, 1, 3}
+    assert group.gaps == ("layers 4–5 TP rank 0 of 2",)

@@ -15,6 +15,7 @@ from jobs import BF16, EXPERTS, FP32, WISHING, Job, Jobs, Tolerance, ask_for, ch
 from test_plans import GROUPED, LLAMA, explicit
 
 from megatron_resihp.control import exit_codes
+from megatron_resihp.integration.emergency.contents import found_groups
 from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Replica, Schedule
 
 SHARED: dict[str, Any] = {"use_distributed_optimizer": True}
@@ -202,10 +203,12 @@ def test_a_part_that_dies_with_its_copy_ends_the_job(jobs: Jobs) -> None:
     assert "a part of the optimizer's state of stage 0 TP rank 0 died with its copy" in job.output(), job.tails()
     assert {each.complete for each in job.summary.salvages} == {False}
     saved = [
-        load(job.run_dir / "emergency_checkpoint" / "iter_0000002" / f"worker_{worker}.pt")["parts"]
+        load(job.run_dir / "emergency_checkpoint" / "iter_0000002" / f"worker_{worker}.pt")["tensors"]
         for worker in (0, 3)
     ]
     # Of four parts they have three: their own, and the copies of 3's and 2's.
-    assert {kind for part in saved for state in part.values() for kind in state} == {
-        "param", "exp_avg", "exp_avg_sq", "step",
-    }  # fmt: skip
+    kinds = {kind for part in saved for ranges in part.values() for found in ranges.values() for kind in found}
+    assert kinds == {"master", "exp_avg", "exp_avg_sq"}
+    [group] = found_groups(job.run_dir)
+    [gap] = group.gaps
+    assert gap.endswith("elements of the optimizer's state of layers 0–3")

@@ -11,13 +11,21 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from megatron_resihp.control.worker.saved_state import DIRECTORY, flags, last_save, latest_in, newest_state
+from megatron_resihp.control.worker.saved_state import (
+    DIRECTORY,
+    files_of_parameters,
+    flags,
+    last_save,
+    latest_in,
+    newest_state,
+)
 
 NOTHING: Final = 1
 """There is nothing to go on from."""
 EPILOG = """\
 A job script that may be started again adds the flags to those of the job, whose --load is overruled:
 
+  resihp emergency "$RUN_DIR" || true
   mapfile -t NEWER < <(resihp checkpoint "$RUN_DIR" --newer-than "$CHECKPOINTS" --flags)
   resihp launch ... pretrain_gpt.py ... --save "$CHECKPOINTS" --load "$CHECKPOINTS" "${NEWER[@]}"
 """
@@ -44,9 +52,12 @@ def run(namespace: argparse.Namespace) -> int:
         return _nothing(namespace, f"{namespace.newer_than} has iteration {last:,}, survivors saved {found[1]:,}")
     if found is None:
         partial = last_save(namespace.run_dir, since=0.0)
-        where = namespace.run_dir / DIRECTORY
-        return _nothing(namespace, f"{where} holds no complete state" if partial is None
-                        else partial.told(namespace.run_dir))  # fmt: skip
+        if partial is None:
+            partial_or_none = f"{namespace.run_dir / DIRECTORY} holds no complete state that can be loaded"
+            by_parameter = files_of_parameters(namespace.run_dir)
+            more = f"; make a checkpoint of it with resihp emergency {namespace.run_dir}" if by_parameter else ""
+            return _nothing(namespace, partial_or_none + more)
+        return _nothing(namespace, partial.told(namespace.run_dir))
     directory, iteration = found
     words = flags(directory)
     if namespace.flags:

@@ -90,6 +90,12 @@ def written_once(held: Held) -> dict[int, tuple[Shard, ...]]:
     return writers
 
 
+def each_writes_all(writers: Held, held: Held) -> bool:
+    """Whether none of these writers holds more than it writes."""
+    shares = _shares(held.values())
+    return all(_cells(written, shares) == _cells(held[worker], shares) for worker, written in writers.items())
+
+
 def plan_for_survivors(shape: JobShape, own: Sequence[Chunk], held: Held, previous: ParallelPlan) -> ParallelPlan:
     """Complete replicas of the job's own layout, out of survivors that hold its state in any layout.
 

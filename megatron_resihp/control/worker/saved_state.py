@@ -23,6 +23,8 @@ TRACKER: Final = "latest_checkpointed_iteration.txt"
 RESULT: Final = "result"
 """Kind of the note that says what has been saved."""
 BOARDS: Final = "survivors-*"
+JOINED: Final = "joined"
+"""Below DIRECTORY: checkpoints that `resihp emergency` has made."""
 
 
 @dataclass(frozen=True)
@@ -33,17 +35,21 @@ class LastSave:
         directory: below the run directory.
         missing: (stage, TP rank) pairs that no file holds.
         saved_at: Unix time.
+        by_parameter: whether `resihp emergency` has to make a checkpoint of it first.
+        gaps: what else no file holds, in words.
     """
 
     iteration: int
     directory: str
     missing: tuple[tuple[int, int], ...]
     saved_at: float
+    by_parameter: bool = False
+    gaps: tuple[str, ...] = ()
 
     @property
     def complete(self) -> bool:
-        """Whether a later start can load it."""
-        return not self.missing
+        """Whether a later start can load it, or what is made of it."""
+        return not (self.missing or self.gaps)
 
     def pin(self, board: Noticeboard) -> None:
         """Leave the note on the survivors' board, which is in the run directory."""
@@ -52,11 +58,13 @@ class LastSave:
     def told(self, run_dir: Path) -> str:
         """What was saved, in one line, with how to go on."""
         if self.complete:
-            return (
-                f"the state after iteration {self.iteration} is saved, all of it; "
-                f"go on from it with {' '.join(flags(run_dir / self.directory))}"
+            how = (
+                f"make a checkpoint of it with resihp emergency {run_dir}"
+                if self.by_parameter
+                else f"go on from it with {' '.join(flags(run_dir / self.directory))}"
             )
-        shards = ", ".join(f"stage {stage} TP rank {tp_rank}" for stage, tp_rank in self.missing)
+            return f"the state after iteration {self.iteration} is saved, all of it; {how}"
+        shards = ", ".join([*(f"stage {stage} TP rank {tp_rank}" for stage, tp_rank in self.missing), *self.gaps])
         return (
             f"the state after iteration {self.iteration} is saved as far as survivors hold it, which no start can "
             f"load: there is no file of {shards}; go on from the last checkpoint"
@@ -65,7 +73,23 @@ class LastSave:
 
 def flags(directory: Path) -> list[str]:
     """Flags with which a later start goes on from there, even after its own `--load`. Megatron finds the format."""
-    return ["--load", str(directory), "--no-load-rng"]
+    return ["--load", str(directory), *([] if directory.name == JOINED else ["--no-load-rng"])]
+
+
+def command_for(path: str) -> str:
+    """The command that makes sure that Megatron can load what this path is of; empty: it is elsewhere."""
+    parts = Path(path).parts
+    return f"resihp emergency {Path(*parts[: parts.index(DIRECTORY)])}" if DIRECTORY in parts else ""
+
+
+def files_of_parameters(run_dir: Path) -> list[Path]:
+    """What survivors have saved by parameter: Megatron can't load it, `resihp emergency` makes a checkpoint of it.
+
+    What a worker has saved of another iteration than the others is not among it.
+    """
+    saved = run_dir / DIRECTORY
+    found = [*saved.glob("iter_*/worker_*.pt"), *saved.glob("*/iter_*/worker_*.pt")]
+    return sorted(path for path in found if not path.parent.parent.name.startswith("worker_"))
 
 
 def last_save(run_dir: Path, since: float) -> LastSave | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from megatron_resihp.control.coordination.record import NoCommitError, resolve
-from megatron_resihp.control.replanning.inventory import written_once
+from megatron_resihp.control.replanning.inventory import each_writes_all, written_once
 from megatron_resihp.plan import Coordinate, Shard
 from megatron_resihp.protocol.records import Commit, IterationPhase, Record
 
@@ -41,12 +41,14 @@ class Decision:
         told: the workers whose reports it was made from.
         writers: what of it each of them writes.
         directory: below the run directory.
+        entire: whether each of them writes all that it holds.
     """
 
     commit: Commit
     told: tuple[int, ...]
     writers: dict[int, tuple[Shard, ...]]
     directory: str
+    entire: bool = False
 
 
 def decide(told: Mapping[int, Standing], directory: str) -> Decision:
@@ -60,7 +62,8 @@ def decide(told: Mapping[int, Standing], directory: str) -> Decision:
         raise NoCommitError(f"no survivor knows what was agreed on for iteration {commit.iteration}")
     held = {worker: one.held for worker, one in told.items() if one.held and can_be_at(one.record, commit)}
     in_parts = any(standing.in_parts for standing in told.values())
-    return Decision(commit, tuple(sorted(told)), held if in_parts else written_once(held), directory)
+    writers = held if in_parts else written_once(held)
+    return Decision(commit, tuple(sorted(told)), writers, directory, each_writes_all(writers, held))
 
 
 def can_be_at(record: Record, commit: Commit) -> bool:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When no plan fits: each chosen holder writes its shard, in Megatron's per-rank checkpoint format.
+"""When no plan fits: each chosen holder writes its shard, in Megatron's per-rank checkpoint format if that can hold it.
 
-That format has one file per (TP rank, stage), which is just what a survivor holds, and needs no collective. When all
-shards are written, `--load RUN_DIR/emergency_checkpoint --no-load-rng` goes on from the last step (contract 6).
-Who holds no such shard writes the slices that it does hold (docs/usage.md).
+That format has one file per (TP rank, stage), which is just what a survivor of a uniform plan holds, and needs no
+collective. When all shards are written, `--load RUN_DIR/emergency_checkpoint --no-load-rng` goes on from the last step
+(contract 6). Where not all hold such a shard, or hold only a part of a distributed optimizer's state, each writes what
+it holds by parameter, and `resihp emergency` makes a checkpoint of that (`integration.emergency`).
 """
 
-import json
 import os
 import random
 import sys
@@ -23,15 +23,11 @@ from megatron.training.checkpointing import generate_state_dict, get_checkpoint_
 from megatron_resihp.control.node.environment import RUN_DIR
 from megatron_resihp.control.worker.saved_state import DIRECTORY
 from megatron_resihp.events.training import EmergencyCheckpoint
+from megatron_resihp.integration.emergency.file_of_parameters import write_parameters
 from megatron_resihp.integration.patches.counting import count_again, restore_counters
 from megatron_resihp.integration.runtime import Runtime
-from megatron_resihp.integration.state.extra_state import bearers_of, decoded, put_back
-from megatron_resihp.integration.state.slice_state import slice_states
-from megatron_resihp.integration.step.loss_scale import scale_of
-from megatron_resihp.integration.step.optimizer_copy import Kept
-from megatron_resihp.integration.step.optimizer_shards import own_part, whole_buffers
+from megatron_resihp.integration.state.extra_state import bearers_of, put_back
 from megatron_resihp.plan import Coordinate
-from megatron_resihp.plan.slices import cuts_of, slices_of
 from megatron_resihp.protocol.messages import EmergencyCheckpointWritten
 from megatron_resihp.protocol.published import EmergencyCheckpointOrder
 
@@ -42,7 +38,7 @@ def write_emergency_checkpoint(runtime: Runtime, order: EmergencyCheckpointOrder
         return
     directory = Path(os.environ[RUN_DIR]) / DIRECTORY
     path = write_state(runtime, order, directory)
-    last = runtime.held.writes_shard and runtime.control.channel.count("saved") == len(order.writers)
+    last = by_stage(runtime, order) and runtime.control.channel.count("saved") == len(order.writers)
     if last and not order.missing:
         # Only when all shards are there may a later start find them.
         name_latest(directory, order.commit.iteration)
@@ -59,14 +55,23 @@ def write_state(runtime: Runtime, order: EmergencyCheckpointOrder, directory: Pa
     _count_after_step(runtime, order)
     # A broken iteration has changed it, or this worker doesn't run forward passes.
     put_back(bearers_of(runtime.held.live.model, runtime.held.shards), runtime.held.extra.current)
-    if runtime.held.kept is not None:
-        path = _save_parts(runtime, runtime.held.kept, order, directory)
-    elif runtime.held.coordinate is None:
-        path = _save_slices(runtime, order, directory)
+    coordinate = runtime.held.coordinate
+    if by_stage(runtime, order) and coordinate is not None:
+        path = _save_shard(runtime, order, coordinate, directory)
     else:
-        path = _save_shard(runtime, order, runtime.held.coordinate, directory)
+        path = _save_parameters(runtime, order, directory)
     print(f"resihp: worker {runtime.worker} saved {path}", file=sys.stderr, flush=True)
     return path
+
+
+def by_stage(runtime: Runtime, order: EmergencyCheckpointOrder) -> bool:
+    """Whether all that write have just what Megatron has in one file of a checkpoint; the same on all of them.
+
+    In that format Megatron's distributed optimizer has buffers whose order and padding depend on the job.
+    """
+    own = runtime.job.own
+    whole = all(own.coordinate_of(shards) is not None for shards in order.writers.values())
+    return whole and order.entire and not runtime.job.shares_optimizer
 
 
 def name_latest(directory: Path, iteration: int) -> None:
@@ -102,59 +107,10 @@ def _save_shard(runtime: Runtime, order: EmergencyCheckpointOrder, coordinate: C
     return path
 
 
-def _save_slices(runtime: Runtime, order: EmergencyCheckpointOrder, directory: Path) -> Path:
-    """What no stage and TP rank of the job's own layout has: a file of tensors, and what is in it as JSON beside it."""
+def _save_parameters(runtime: Runtime, order: EmergencyCheckpointOrder, directory: Path) -> Path:
     assert order.commit is not None
-    tied_head = runtime.job.own.tied_head
-    cuts = cuts_of((*runtime.held.shards, *order.part_of(runtime.worker)))
-    wanted = slices_of(order.part_of(runtime.worker), cuts, tied_head)
-    states = slice_states(runtime.held.live, runtime.held.shards, cuts, tied_head)
-    tensors = {
-        str(piece): {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
-        for piece, state in sorted(states.items())
-        if piece in wanted and state
-    }
-    return _save_tensors(runtime, order, directory, "slices", tensors, {"cuts": cuts})
-
-
-def _save_parts(runtime: Runtime, kept: Kept, order: EmergencyCheckpointOrder, directory: Path) -> Path:
-    """What this worker has of a distributed optimizer, by parameter and elements: its part, the copy, buffers."""
-    live = runtime.held.live
-    own, copied = own_part(live) if kept.owns else {}, kept.copy.part if kept.copy is not None else {}
-    part = {**own, **copied, **whole_buffers(live)}
-    tensors = {
-        f"{where.name}[{where.start}:{where.end}]": {name: each.detach().cpu().clone()
-                                                     for name, each in entry.tensors.items()}
-        for where, entry in part.items()
-    }  # fmt: skip
-    return _save_tensors(runtime, order, directory, "parts", tensors, {"stage_and_tp_rank": list(kept.coordinate)})
-
-
-def _save_tensors(
-    runtime: Runtime, order: EmergencyCheckpointOrder, directory: Path, kind: str,
-    tensors: dict[str, dict[str, torch.Tensor]], more: dict[str, Any],
-) -> Path:  # fmt: skip
-    assert order.commit is not None
-    iteration = order.commit.iteration
-    path = directory / f"iter_{iteration:07d}" / f"worker_{runtime.worker}.pt"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    trained = runtime.held.live
-    counted = {"opt_param_scheduler": trained.scheduler.state_dict(), "grad_scaler": scale_of(trained.optimizer)}
-    extra = {layer: {name: decoded(state) for name, state in states.items()}
-             for layer, states in runtime.held.extra.current.items()}  # fmt: skip
-    state = {kind: tensors, "extra_state": extra, "args": runtime.job.args, **counted}
-    _replace(path, lambda aside: torch.save(state, aside))
-    contents = {
-        "iteration": iteration,
-        "consumed_train_samples": runtime.job.args.consumed_train_samples,
-        **more,
-        "missing": [list(shard) for shard in order.missing],
-        kind: {
-            piece: {name: [str(tensor.dtype).removeprefix("torch."), *tensor.shape] for name, tensor in state.items()}
-            for piece, state in tensors.items()
-        },
-    }
-    path.with_suffix(".json").write_text(json.dumps(contents, indent=1) + "\n")
+    path = directory / f"iter_{order.commit.iteration:07d}" / f"worker_{runtime.worker}.pt"
+    write_parameters(runtime, order, path, _replace)
     return path
 
 

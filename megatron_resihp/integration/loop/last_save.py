@@ -18,8 +18,9 @@ from megatron_resihp.control.node.mailbox import LAST_SAVE_S
 from megatron_resihp.control.worker.noticeboard import Noticeboard
 from megatron_resihp.control.worker.saved_state import DIRECTORY, LastSave, latest_in
 from megatron_resihp.control.worker.survivors import Decision, Standing, awaited, decide, missing, part_of
+from megatron_resihp.integration.emergency.contents import found_groups
 from megatron_resihp.integration.loop.device_loss import abort_or_die
-from megatron_resihp.integration.loop.emergency_checkpoint import name_latest, write_state
+from megatron_resihp.integration.loop.emergency_checkpoint import by_stage, name_latest, write_state
 from megatron_resihp.integration.loop.recovery import apply_commit
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.world.world import tear_down
@@ -65,7 +66,8 @@ def _save(runtime: Runtime, why: str) -> None:
     if shards is None:
         _save_alone(runtime, own, why, base)
     elif shards and decision.commit.iteration:
-        order = EmergencyCheckpointOrder(runtime.epoch, why, decision.commit, {runtime.worker: shards}, ())
+        writers = {**decision.writers, runtime.worker: shards}
+        order = EmergencyCheckpointOrder(runtime.epoch, why, decision.commit, writers, (), decision.entire)
         _save_share(runtime, decision, order, board, base)
 
 
@@ -77,20 +79,32 @@ def _save_share(
     try:
         apply_commit(runtime, decision.commit)
         write_state(runtime, order, directory)
-        shard = runtime.held.coordinate if runtime.held.writes_shard else None
+        shard = runtime.held.coordinate if by_stage(runtime, order) else None
     finally:
         board.pin(SAVED, {"shard": shard})
     notes = board.gather(SAVED, decision.writers, SAVE_S)
     saved = {Coordinate(*note["shard"]) for note in notes.values() if note["shard"] is not None}
-    lacking = missing(saved, runtime.job.own.stages, runtime.job.own.tensor_parallel)
-    if not lacking:
+    save = _what_was_saved(runtime, order, decision, saved, base)
+    if save.complete and not save.by_parameter:
         # Only when all shards are there may a later start find them.
         name_latest(directory, decision.commit.iteration)
     if runtime.worker == min(notes):
-        gaps = tuple((each.stage, each.tp_rank) for each in lacking)
-        save = LastSave(decision.commit.iteration, decision.directory, gaps, time.time())
         save.pin(board)
         _say(runtime, save.told(base))
+
+
+def _what_was_saved(
+    runtime: Runtime, order: EmergencyCheckpointOrder, decision: Decision, saved: set[Coordinate], base: Path
+) -> LastSave:
+    iteration, own = decision.commit.iteration, runtime.job.own
+    if by_stage(runtime, order):
+        lacking = missing(saved, own.stages, own.tensor_parallel)
+        shards = tuple((each.stage, each.tp_rank) for each in lacking)
+        return LastSave(iteration, decision.directory, shards, time.time())
+    path = base / decision.directory / f"iter_{iteration:07d}"
+    written = [group for group in found_groups(base) if group.is_of(runtime.job.run, order.epoch, path)]
+    gaps = written[0].gaps if written else ("anything",)
+    return LastSave(iteration, decision.directory, (), time.time(), by_parameter=True, gaps=gaps)
 
 
 def _save_alone(runtime: Runtime, own: Standing, why: str, base: Path) -> None:
@@ -98,7 +112,7 @@ def _save_alone(runtime: Runtime, own: Standing, why: str, base: Path) -> None:
     commit = decide({runtime.worker: own}, DIRECTORY).commit
     directory = base / DIRECTORY / f"worker_{runtime.worker}-{runtime.job.run}"
     apply_commit(runtime, commit)
-    order = EmergencyCheckpointOrder(runtime.epoch, why, commit, {runtime.worker: own.held}, ())
+    order = EmergencyCheckpointOrder(runtime.epoch, why, commit, {runtime.worker: own.held}, (), entire=True)
     write_state(runtime, order, directory)
     _say(runtime, f"was after iteration {commit.iteration}, others were not: what it saved is no part of theirs")
 

@@ -10,8 +10,7 @@ megatron and this package.
 import copy
 import functools
 import inspect
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -23,6 +22,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
 from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.state.fragments import cut, finest, fragments_of
 from megatron_resihp.integration.state.reshardable import TYPE, add_reshardable
 from megatron_resihp.integration.world.heterogeneous import HeterogeneousView
 from megatron_resihp.integration.world.heterogeneous_groups import Sizes, as_stage
@@ -132,58 +132,14 @@ def own_parts(shards: Sequence[Shard], rank: int, gather: Callable[[Any], list[A
         gather: brings together what all workers give it.
     """
     tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
-    fragments = _finest(gather({tensor.key: _fragments(tensor) for tensor in tensors}))
+    fragments = finest(gather({tensor.key: fragments_of(tensor) for tensor in tensors}))
     parts: list[Shard] = [shard for shard in shards if isinstance(shard, ShardedObject)]
     for tensor in tensors:
-        parts += _cut(tensor, fragments[tensor.key])
+        parts += cut(tensor, fragments[tensor.key])
     # A worker may hold a part twice: word embeddings, and the head that shares them.
     named = {_name(part): part for part in parts}
     writers = _deal(gather(list(named)))
     return [replace(part, replica_id=0) for name, part in named.items() if writers[name] == rank]
-
-
-def _fragments(tensor: ShardedTensor) -> tuple[int, ...]:
-    """In how many parts each axis of the whole tensor is cut."""
-    assert tensor.axis_fragmentations is not None, f"{tensor.key} is cut unevenly"
-    return tensor.axis_fragmentations
-
-
-def _finest(tables: Iterable[Mapping[str, tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
-    """Numbers of parts for each axis such that each worker's shards are whole numbers of them."""
-    found: dict[str, tuple[int, ...]] = {}
-    for table in tables:
-        for key, counts in table.items():
-            found[key] = tuple(map(math.lcm, found.get(key, counts), counts))
-    return found
-
-
-def _cut(tensor: ShardedTensor, fragments: tuple[int, ...]) -> list[ShardedTensor]:
-    """A shard in parts: views, so that nothing is copied.
-
-    Raises:
-        ValueError: an axis can't be cut in so many parts.
-    """
-    parts = [replace(tensor, data=tensor.data.detach())]
-    for axis, (coarse, fine) in enumerate(zip(_fragments(tensor), fragments, strict=True)):
-        count, own = fine // coarse, axis - tensor.prepend_axis_num
-        if count > 1:
-            if own < 0 or tensor.local_shape[own] % count:
-                raise ValueError(f"{tensor.key}, {tensor.local_shape}, can't be cut in {count} parts along {own}")
-            parts = [smaller for part in parts for smaller in _split(part, axis, own, count)]
-    return [replace(part, axis_fragmentations=fragments) for part in parts]
-
-
-def _split(part: ShardedTensor, axis: int, own: int, count: int) -> Iterator[ShardedTensor]:
-    length = part.local_shape[own] // count
-    for data, number in zip(part.data.split(length, own), range(count), strict=True):
-        offset = list(part.global_offset)
-        offset[axis] += number * length
-        fragments = list(_fragments(part))
-        fragments[axis] *= count
-        yield replace(
-            part, data=data, local_shape=tuple(data.shape), global_offset=tuple(offset),
-            axis_fragmentations=tuple(fragments),
-        )  # fmt: skip
 
 
 def _name(part: Shard) -> Named:

@@ -54,10 +54,19 @@ def add_reshardable(
         ValueError: no step was taken yet, as with a first loss scale that is too large; or what is missing is a 16-bit
             parameter's master, or a trained parameter in `chunks`.
     """
+    add_common(saved, optimizer)
+    return list(_masters(model, chunks))
+
+
+def add_common(saved: dict[Any, Any], optimizer: Any) -> None:
+    """The common state's part of `add_reshardable`.
+
+    Raises:
+        ValueError: no step was taken yet.
+    """
     many = len(parts_of(optimizer)) > 1
     for own in saved.values() if many else [saved]:
         _add_common(own)
-    return list(_masters(model, chunks))
 
 
 def _add_common(own: dict[str, Any]) -> None:

@@ -53,13 +53,19 @@ class MegatronGroups:
         # and all members of those that follow must have made as many.
         alone = dist.new_group([own], use_local_synchronization=True)
         together = dist.new_group(peers, use_local_synchronization=True)
-        for name in self._groups:
-            spans = "TENSOR" in name or name == "_MODEL_PARALLEL_GROUP"
-            setattr(parallel_state, name, together if spans else alone)
+        self.stand_in(together, alone)
         for name in self._ranks:
             spans = name in ("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS", "_MODEL_PARALLEL_GLOBAL_RANKS")
             setattr(parallel_state, name, peers if spans else [own])
         parallel_state._set_global_memory_buffer()
+
+    def stand_in(self, together: Any, alone: Any) -> dict[str, Any]:
+        """Fill the table of groups, with one for those that span tensor-parallel members; returns what was there."""
+        kept = {name: getattr(parallel_state, name) for name in self._groups}
+        for name in self._groups:
+            spans = "TENSOR" in name or name == "_MODEL_PARALLEL_GROUP"
+            setattr(parallel_state, name, together if spans else alone)
+        return kept
 
 
 def ranks_of_stage(view: HeterogeneousView) -> tuple[int, list[int]]:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import singledispatchmethod
 from typing import TextIO
 
+from megatron_resihp.control.worker.saved_state import command_for
 from megatron_resihp.events.epochs import EpochStarted, FirstStep, Recovery
 from megatron_resihp.events.event import Event
 from megatron_resihp.events.job import Job
@@ -207,7 +208,9 @@ class _Run:
             return []
         self._saving = True
         state = "all state" if event.complete else "INCOMPLETE state"
-        return [f"no plan is left; survivors wrote {state} of iteration {event.iteration}: {event.path}"]
+        command = command_for(event.path) if event.complete else ""
+        how = f"; go on from it with {command}" if command else ""
+        return [f"no plan is left; survivors wrote {state} of iteration {event.iteration}: {event.path}{how}"]
 
 
 def _outcome(plan: shape.Plan | None, recovery: Recovery) -> str:

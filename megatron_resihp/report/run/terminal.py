@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megatron_resihp.control.worker.saved_state import command_for
 from megatron_resihp.report.run.epochs import PlanInForce
 from megatron_resihp.report.run.headline import headline, in_order, stopped
 from megatron_resihp.report.run.recoveries import Death, Recovery
@@ -145,7 +146,9 @@ def _emergency_checkpoints(saved: Sequence[EmergencyCheckpoint]) -> str:
     complete = all(each.complete for each in saved)
     state = "all state" if complete else f"state INCOMPLETE, missing {lacking}"
     where = saved[0].path if len(saved) == 1 else f"{len(saved)} files, the first is {saved[0].path}"
-    return f"saved after iteration {saved[-1].iteration:,}: {state}: {where}"
+    command = command_for(saved[0].path) if complete else ""
+    how = f"; go on from it with {command}" if command else ""
+    return f"saved after iteration {saved[-1].iteration:,}: {state}: {where}{how}"
 
 
 def _workers(workers: Workers) -> str:

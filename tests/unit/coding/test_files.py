@@ -79,7 +79,8 @@ def words(text: str) -> frozenset[str]:
 FILES = {
     "owner": File(Owner, encode(Owner.this()), words("machine started")),
     "contact": File(Contact, encode(Contact(Address("::1", 29500), "7f")), tolerance=ADDED_TO),
-    "saved state": File(LastSave, encode(LastSave(7, "emergency_checkpoint", ((0, 1),), 1.5))),
+    "saved state": File(LastSave, encode(LastSave(7, "emergency_checkpoint", ((0, 1),), 1.5)),
+                        words("by_parameter gaps")),
     "plan": File(plans._Written, encode(PLAN), words("migrations uneven_shards chunks schedule orders")),
     "plan of a strategy": File(
         files._File, {"plan": {}, "no_plan": "too few", "strategies": {"joint": {"no_plan": "too few"}}},

@@ -10,6 +10,7 @@ from megatron_resihp.control import exit_codes
 from megatron_resihp.control.coordination.actions import Action, End, Log, Notify, Phase
 from megatron_resihp.control.coordination.state_machine.plans import Plans
 from megatron_resihp.control.coordination.state_machine.state import State
+from megatron_resihp.control.replanning.inventory import each_writes_all
 from megatron_resihp.events.job import RunFinished
 from megatron_resihp.plan import Shard
 from megatron_resihp.protocol.notices import JobEnds, StopTraining
@@ -54,7 +55,8 @@ class Ends:
         state.phase, state.left_s = Phase.SAVING, state.limits.save_s
         ending.saving = set(writers)
         ending.saved_reason = ending.save_reason or f"no plan fits the survivors: {reason}"
-        order = EmergencyCheckpointOrder(state.epoch, reason, state.commit, writers, missing)
+        entire = each_writes_all(writers, held)
+        order = EmergencyCheckpointOrder(state.epoch, reason, state.commit, writers, missing, entire)
         return [order] if writers else [order, *self.end_saved()]
 
     def saved_by(self, workers: Iterable[int]) -> list[Action]:

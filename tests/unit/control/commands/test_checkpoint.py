@@ -10,7 +10,7 @@ import pytest
 
 from megatron_resihp.control.commands.checkpoint import NOTHING, add_arguments, run
 from megatron_resihp.control.worker.noticeboard import Noticeboard
-from megatron_resihp.control.worker.saved_state import DIRECTORY, TRACKER, LastSave
+from megatron_resihp.control.worker.saved_state import DIRECTORY, JOINED, TRACKER, LastSave
 
 
 def call(*arguments: object) -> int:
@@ -61,3 +61,21 @@ def test_what_no_start_can_load_is_told_and_not_loaded(tmp_path: Path, capsys: p
     told = capsys.readouterr().err
     assert "there is no file of stage 0 TP rank 0, stage 0 TP rank 1; go on from the last checkpoint" in told
     assert call(tmp_path, "--flags") == 0 and capsys.readouterr().out == ""
+
+
+def test_what_has_to_be_joined_first_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whether survivors of node 0 have left a note or those without a plan have not; later it needs no other flag."""
+    saved = tmp_path / DIRECTORY
+    (saved / "iter_0000007").mkdir(parents=True)
+    (saved / "iter_0000007" / "worker_2.pt").touch()
+    assert call(tmp_path) == NOTHING
+    assert capsys.readouterr().err.endswith(f"; make a checkpoint of it with resihp emergency {tmp_path}\n")
+    LastSave(7, DIRECTORY, (), 100.0, by_parameter=True).pin(Noticeboard(saved / "survivors-3fa8-0", me=2))
+    assert call(tmp_path) == NOTHING
+    told = capsys.readouterr().err
+    assert told == (
+        "resihp: the state after iteration 7 is saved, all of it; "
+        f"make a checkpoint of it with resihp emergency {tmp_path}\n"
+    )
+    joined = state(saved / JOINED, 7)
+    assert call(tmp_path) == 0 and capsys.readouterr().out.endswith(f"go on from it with --load {joined}\n")

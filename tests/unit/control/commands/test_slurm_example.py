@@ -30,7 +30,8 @@ COMMANDS = {
     "sbatch": 'while [[ $1 == --* ]]; do shift; done; exec bash "$@"',
     # As SLURM does for the task on the second node.
     "srun": 'while [[ $1 == --* ]]; do shift; done; SLURM_NODEID=1 "$@"; exit ${SRUN_CODE:-0}',
-    "resihp": f'if [[ $1 == checkpoint ]]; then [[ -z ${{SAVED:-}} ]] || {sys.executable} -m megatron_resihp.cli "$@"; '
+    "resihp": "if [[ $1 == checkpoint || $1 == emergency ]]; then "
+    f'[[ -z ${{SAVED:-}} ]] || {sys.executable} -m megatron_resihp.cli "$@"; '
     'exit; fi; printf "%s\\n" "$@"; [[ -z ${JOB_CODE:-} ]] || echo "$JOB_CODE" > "$RUN_DIR/exit_code"',
     "timeout": "",  # the first node is there
     "sleep": "",

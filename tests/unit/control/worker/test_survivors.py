@@ -70,6 +70,14 @@ def test_each_writes_its_own_parts_of_a_distributed_optimizer() -> None:
     assert decision.writers == {2: FIRST, 3: FIRST}
 
 
+@pytest.mark.parametrize(("second", "entire"), [(SECOND, True), ((Shard(0, 4, 0, 1),), False)])
+def test_it_is_known_whether_some_hold_more_than_they_write(second: tuple[Shard, ...], entire: bool) -> None:
+    """The second worker writes what the first one doesn't hold."""
+    everybody = {2: told(7, IterationPhase.COMPUTE, FIRST), 3: told(7, IterationPhase.COMPUTE, second)}
+    decision = decide(everybody, "emergency_checkpoint")
+    assert decision.writers == {2: FIRST, 3: SECOND} and decision.entire == entire
+
+
 def test_standbys_alone_do_not_know_where_the_run_was() -> None:
     standby = Standing(Record(7, IterationPhase.STEPPED, works=False, outcomes={7: OUTCOME}), FIRST)
     with pytest.raises(NoCommitError):

@@ -125,6 +125,14 @@ def test_whatever_befalls_a_run_is_told(synthetic_run: Callable[..., Any]) -> No
     ]
 
 
+def test_what_survivors_have_saved_whole_has_a_command_to_go_on_from_it(synthetic_run: Callable[..., Any]) -> None:
+    run = synthetic_run()
+    run.write("salvage", iteration=10, path="/runs/7/emergency_checkpoint/iter_0000010/worker_1.pt", complete=True)
+    [line] = [each for each in follow(run.events, isatty=False).splitlines() if "survivors" in each]
+    assert line.startswith("no plan is left; survivors wrote all state of iteration 10: /runs/7/")
+    assert line.endswith("; go on from it with resihp emergency /runs/7")
+
+
 def test_an_event_of_a_later_version_is_passed_over() -> None:
     assert follow([read_event({"event": "straggler", "time": 0.0})], isatty=False) == ""
 

@@ -60,6 +60,16 @@ def test_a_failed_run_says_so_first(synthetic_run: Callable[..., Any]) -> None:
     assert "INCOMPLETE, missing stage 1 TP rank 0: left-behind" in text
 
 
+def test_what_survivors_have_saved_whole_has_a_command_to_go_on_from_it(synthetic_run: Callable[..., Any]) -> None:
+    run = synthetic_run()
+    run.step(12)
+    run.write("salvage", iteration=12, path="/runs/7/emergency_checkpoint/iter_0000012/worker_1.pt", complete=True)
+    run.finish(69, "no plan fits")
+    text = " ".join(page(summarize(run.events)).split())
+    assert "all state: /runs/7/emergency_checkpoint/iter_0000012/worker_1.pt" in text
+    assert "; go on from it with resihp emergency /runs/7" in text
+
+
 @pytest.mark.parametrize(
     ("launcher", "later_s", "begins"),
     [

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a survivor's file of parameters holds, as the JSON beside it says; and what several of them lack. Pure.
+
+May import `coding`, `plan` and `control.replanning.inventory`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from megatron_resihp.coding import FILE, WrongValueError, decode
+from megatron_resihp.control.replanning.inventory import lacking
+from megatron_resihp.control.worker.saved_state import files_of_parameters
+from megatron_resihp.plan import Shard
+
+Sizes = tuple[int, ...]
+Range = tuple[int, int]
+
+PARAM: Final = "param"
+"""What of a parameter a file may have besides its optimizer's state: the parameter,"""
+MASTER: Final = "master"
+"""and its 32-bit copy."""
+
+
+class View(NamedTuple):
+    """Which elements of a contiguous parameter are meant, as torch's `as_strided` has it."""
+
+    size: Sizes
+    stride: Sizes
+    offset: int
+
+
+class Place(NamedTuple):
+    """Where Megatron's distributed checkpoints have a parameter, or a part of one.
+
+    Attributes:
+        key: of the whole tensor.
+        view: the part of the parameter.
+        shape: of the whole tensor.
+        offset: of the part in it.
+        fragments: in how many parts of this size each axis of the whole tensor is cut.
+        prepended: how many axes the whole tensor has before those of the parameter.
+        resizable: whether a job that loads it may have another size, as of the padded vocabulary.
+    """
+
+    key: str
+    view: View
+    shape: Sizes
+    offset: Sizes
+    fragments: Sizes
+    prepended: int
+    resizable: bool
+
+    def cells(self, finest: Sizes) -> Iterator[Sizes]:
+        """Which parts it is of a whole tensor that is cut more finely."""
+        sizes = [full // count for full, count in zip(self.shape, self.fragments, strict=True)]
+        fine = [full // count for full, count in zip(self.shape, finest, strict=True)]
+        return product(*(range(start // unit, (start + size) // unit)
+                         for start, size, unit in zip(self.offset, sizes, fine, strict=True)))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """What a file holds of a parameter.
+
+    Attributes:
+        places: none where it could not be told.
+        ranges: elements of the flattened parameter.
+        kinds: what the file has of each of these ranges: PARAM, MASTER, and names of the optimizer's state.
+    """
+
+    dtype: str
+    shape: Sizes
+    places: tuple[Place, ...]
+    ranges: tuple[Range, ...]
+    kinds: tuple[str, ...]
+
+    @property
+    def count(self) -> int:
+        """Number of its elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a survivor's file holds.
+
+    Attributes:
+        run: what tells the run from others in the same run directory.
+        epoch: in which it was written. Those who were cut off in an earlier one, and the others since, may have
+            computed the same iteration with sums in another order.
+        iteration: after which this is the state.
+        layers: of the whole model, embedding and head included.
+        held: the shards that it is of.
+        parameters: by name, as `CHUNK/NAME`.
+        why_not: why it can't be joined with others; empty: it can.
+    """
+
+    worker: int
+    run: str
+    epoch: int
+    iteration: int
+    consumed_train_samples: int
+    layers: int
+    held: tuple[Shard, ...]
+    parameters: dict[str, Parameter]
+    why_not: str = ""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The files of one run that are of one epoch and one iteration."""
+
+    iteration: int
+    files: dict[Path, Contents]
+
+    def is_of(self, run: str, epoch: int, directory: Path) -> bool:
+        """Whether they are this run's, of this epoch and in this directory."""
+        return all((path.parent, each.run, each.epoch) == (directory, run, epoch) for path, each in self.files.items())
+
+    @property
+    def gaps(self) -> tuple[str, ...]:
+        """What no file has, in words."""
+        return gaps_in(list(self.files.values()))
+
+
+def found_groups(run_dir: Path) -> list[Group]:
+    """What survivors have written by parameter in a run directory, the last iteration first."""
+    groups: dict[tuple[int, Path, str, int], dict[Path, Contents]] = defaultdict(dict)
+    for path in files_of_parameters(run_dir):
+        contents = _read(path.with_suffix(".json"))
+        if contents is not None:
+            groups[contents.iteration, path.parent, contents.run, contents.epoch][path] = contents
+    return [Group(key[0], files) for key, files in sorted(groups.items(), reverse=True)]
+
+
+def _read(path: Path) -> Contents | None:
+    try:
+        return decode(Contents, json.loads(path.read_text()), FILE)
+    except (OSError, ValueError, WrongValueError):
+        return None  # of another version, or damaged
+
+
+def gaps_in(files: Sequence[Contents]) -> tuple[str, ...]:
+    """What of the whole state no file has, in words; nothing: all of it is there."""
+    usable = [each for each in files if not each.why_not]
+    found = [f"what worker {each.worker} holds ({each.why_not})" for each in files if each.why_not]
+    held = {each.worker: each.held for each in usable}
+    layers = max((each.layers for each in usable), default=0)
+    found += [words_of(shard) for shard in lacking(held, layers)] if held else []
+    return tuple(found) if found else (*_gaps_in_parameters(usable), *_gaps_in_tensors(usable))
+
+
+def words_of(shard: Shard) -> str:
+    """A shard for people."""
+    first, end, rank, degree = shard
+    layers = f"layer {first}" if end == first + 1 else f"layers {first}–{end - 1}"
+    return layers if degree == 1 else f"{layers} TP rank {rank} of {degree}"
+
+
+def _gaps_in_parameters(files: Iterable[Contents]) -> Iterator[str]:
+    """Elements of parameters that are shared out over files."""
+    ranges: dict[tuple[Place, ...], list[Range]] = defaultdict(list)
+    about: dict[tuple[Place, ...], tuple[Parameter, Contents]] = {}
+    for contents in files:
+        for parameter in contents.parameters.values():
+            ranges[parameter.places] += parameter.ranges
+            about[parameter.places] = parameter, contents
+    lost: dict[str, int] = defaultdict(int)
+    for places, found in ranges.items():
+        parameter, contents = about[places]
+        if missing := parameter.count - covered(found):
+            lost[", ".join(map(words_of, contents.held))] += missing
+    for shards, elements in lost.items():
+        yield f"{elements:,} elements of the optimizer's state of {shards}"
+
+
+def covered(ranges: Iterable[Range]) -> int:
+    """How many elements are in at least one of these ranges."""
+    count = reached = 0
+    for start, end in sorted(ranges):
+        count += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return count
+
+
+def _gaps_in_tensors(files: Iterable[Contents]) -> Iterator[str]:
+    """Whole tensors that files have parts of only."""
+    places: dict[tuple[str, str], set[Place]] = defaultdict(set)
+    for contents in files:
+        for parameter in contents.parameters.values():
+            for place, kind in product(parameter.places, parameter.kinds):
+                places[kind, place.key].add(place)
+    for (kind, key), found in sorted(places.items()):
+        finest = tuple(map(math.lcm, *(place.fragments for place in found))) if len(found) > 1 else min(found).fragments
+        lost = math.prod(finest) - len({cell for place in found for cell in place.cells(finest)})
+        if lost:
+            yield f"{lost} of {math.prod(finest)} parts of {key} ({kind})"

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a survivor writes where Megatron's files of a stage and TP rank don't do: all that it holds, by parameter.
+
+The tensors are in one file. What they are is in another one beside it, as JSON (`contents`), so that what is missing
+can be told without reading them. May import megatron and this package.
+"""
+
+import copy
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_resihp.coding import encode
+from megatron_resihp.integration.emergency.contents import MASTER, PARAM, Contents, Parameter, Place, Range
+from megatron_resihp.integration.emergency.places import Placed, placed
+from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.state.parameter_slices import pieces_of
+from megatron_resihp.integration.state.reshardable import RESHARDABLE
+from megatron_resihp.integration.state.shard import states_of
+from megatron_resihp.integration.step import optimizer_shards
+from megatron_resihp.integration.step.optimizer_buddies import steps_of
+from megatron_resihp.integration.step.optimizer_copy import Kept
+from megatron_resihp.integration.step.optimizer_shards import own_part
+from megatron_resihp.integration.trained import Trained, parts_of
+from megatron_resihp.plan import Shard
+from megatron_resihp.plan.slices import cuts_of, slices_of
+from megatron_resihp.protocol.published import EmergencyCheckpointOrder
+
+STATE = "state/"
+"""Before the names of an optimizer's state, where a parameter's own tensors are beside it."""
+
+Replace = Callable[[Path, Callable[[Path], Any]], None]
+Kinds = dict[str, torch.Tensor]
+Found = dict[str, dict[Range, Kinds]]
+"""For each parameter by name, and for each range of its elements, what there is of it by kind."""
+
+
+def write_parameters(runtime: Runtime, order: EmergencyCheckpointOrder, path: Path, replace: Replace) -> None:
+    """Write this worker's part of an order, once it has taken the committed step; asks no other worker.
+
+    Args:
+        path: of the file of tensors.
+        replace: writes a file at once.
+    """
+    assert order.commit is not None
+    iteration, shards = order.commit.iteration, order.part_of(runtime.worker)
+    held, kept = runtime.held, runtime.held.kept
+    where, why_not = _places(runtime)
+    named = {f"{chunk}/{name}": parameter for chunk, module in enumerate(held.live.model)
+             for name, parameter in module.named_parameters()}  # fmt: skip
+    found = _whole(runtime, shards, named) if kept is None else _parts(held.live, kept)
+    parameters = {}
+    for name, ranges in found.items():
+        parameters[name] = _described(named[name], where.parameters.get(id(named[name]), ()), ranges)
+    for name, (places, tensor) in where.others.items():
+        found[name] = {(0, tensor.numel()): {PARAM: _copied(tensor)}}
+        parameters[name] = _described(tensor, places, found[name])
+    contents = Contents(
+        runtime.worker, runtime.job.run, order.epoch, iteration, runtime.job.args.consumed_train_samples,
+        runtime.job.own.chunks[-1].end, shards if kept is None else held.shards, parameters, why_not,
+    )  # fmt: skip
+    saved = {"tensors": found, "objects": where.objects, "metadata": where.metadata,
+             "common": _common(runtime, iteration, where.optimizer)}  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace(path, lambda aside: torch.save(saved, aside))
+    text = json.dumps(encode(contents), indent=1) + "\n"
+    replace(path.with_suffix(".json"), lambda aside: aside.write_text(text))
+
+
+def _places(runtime: Runtime) -> tuple[Placed, str]:
+    """Where Megatron has what is held, and why that can't be told: the tensors are saved all the same."""
+    held, job = runtime.held, runtime.job
+    try:
+        return placed(
+            held.live, held.shards, runtime.setup.groups, job.args, job.shares_optimizer, held.kept is not None
+        ), ""
+    except Exception as error:
+        return Placed({}, {}, [], {}, {}), f"{type(error).__name__}: {error}"
+
+
+def _whole(runtime: Runtime, shards: tuple[Shard, ...], named: Mapping[str, torch.nn.Parameter]) -> Found:
+    """All state of the parameters that have something in these shards."""
+    held, tied_head = runtime.held, runtime.job.own.tied_head
+    cuts = cuts_of((*held.shards, *shards))
+    wanted = slices_of(shards, cuts, tied_head)
+    written = {id(piece.parameter) for piece in pieces_of(held.live.model, held.shards, cuts, tied_head)
+               if piece.slice in wanted}  # fmt: skip
+    states = states_of(held.live)
+    return {
+        name: {(0, each.numel()): {kind.removeprefix(STATE): _copied(tensor)
+                                   for kind, tensor in states[id(each)].items() if tensor.shape == each.shape}}
+        for name, each in named.items() if id(each) in written and id(each) in states
+    }  # fmt: skip
+
+
+def _parts(trained: Trained, kept: Kept) -> Found:
+    """What this worker has of a distributed optimizer, its own part and the copy. Parameters are masters, rounded."""
+    part = {**(own_part(trained) if kept.owns else {}), **(kept.copy.part if kept.copy is not None else {})}
+    found: Found = {}
+    for where, entry in part.items():
+        kinds = {MASTER if kind == optimizer_shards.MASTER else kind: _copied(tensor)
+                 for kind, tensor in entry.tensors.items() if tensor.dim()}  # fmt: skip
+        found.setdefault(where.name, {})[where.start, where.end] = kinds
+    return found
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().reshape(-1).clone()
+
+
+def _described(parameter: torch.Tensor, places: tuple[Place, ...], ranges: Mapping[Range, Kinds]) -> Parameter:
+    kinds = {kind for found in ranges.values() for kind in found}
+    return Parameter(
+        str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape), places, tuple(ranges), tuple(sorted(kinds))
+    )
+
+
+def _common(runtime: Runtime, iteration: int, optimizer: dict[Any, Any]) -> dict[str, Any]:
+    """What all workers have alike, as Megatron saves it. Random streams start anew where it is loaded."""
+    trained, args = runtime.held.live, copy.copy(runtime.job.args)
+    args.no_save_rng = True
+    common = {
+        "args": args, "checkpoint_version": 3.0, "iteration": iteration,
+        "opt_param_scheduler": trained.scheduler.state_dict(),
+        "num_floating_point_operations_so_far": runtime.tally.flops,
+    }  # fmt: skip
+    if runtime.held.kept is not None:
+        optimizer = _common_in_parts(trained.optimizer, _steps(runtime))
+    return {**common, "optimizer": optimizer} if optimizer else common
+
+
+def _steps(runtime: Runtime) -> int:
+    """How many steps were taken, however the optimizer counts them; 0: none."""
+    kept, trained = runtime.held.kept, runtime.held.live
+    assert kept is not None
+    part = {**(own_part(trained) if kept.owns else {}), **(kept.copy.part if kept.copy is not None else {})}
+    counted = [int(entry.tensors["step"]) for entry in part.values() if "step" in entry.tensors]
+    return max([*steps_of(runtime), *counted], default=0)
+
+
+def _common_in_parts(optimizer: Any, steps: int) -> dict[Any, Any]:
+    """What Megatron's distributed optimizer saves besides tensors, whichever part of it is current here."""
+    found = {}
+    for number, part in enumerate(parts_of(optimizer)):
+        groups = [{name: value for name, value in group.items() if name != "params"} | {"step": steps}
+                  for group in part.optimizer.param_groups]  # fmt: skip
+        scaler = {} if part.grad_scaler is None else {"grad_scaler": part.grad_scaler.state_dict()}
+        found[number] = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": RESHARDABLE, **scaler}
+    return found if len(found) > 1 else found[0]
