@@ -16,6 +16,7 @@ import torch
 from megatron_resihp.coding import encode
 from megatron_resihp.integration.emergency.contents import MASTER, PARAM, Contents, Parameter, Place, Range
 from megatron_resihp.integration.emergency.places import Placed, placed
+from megatron_resihp.integration.modes.emergency_format import whole_metadata
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.parameter_slices import pieces_of
 from megatron_resihp.integration.state.reshardable import RESHARDABLE
@@ -75,7 +76,7 @@ def _places(runtime: Runtime) -> tuple[Placed, str]:
     held, job = runtime.held, runtime.job
     try:
         return placed(
-            held.live, held.shards, runtime.setup.groups, job.args, job.shares_optimizer, held.kept is not None
+            held.live, held.shards, runtime.setup.groups, job.args, whole_metadata(job), held.kept is not None
         ), ""
     except Exception as error:
         return Placed({}, {}, [], {}, {}), f"{type(error).__name__}: {error}"

@@ -45,7 +45,12 @@ class Placed:
 
 
 def placed(
-    trained: Trained, shards: Sequence[Shard], groups: MegatronGroups, args: Any, shares_optimizer: bool, in_parts: bool
+    trained: Trained,
+    shards: Sequence[Shard],
+    groups: MegatronGroups,
+    args: Any,
+    whole: Mapping[str, Any],
+    in_parts: bool,
 ) -> Placed:
     """Ask Megatron; this worker has no groups.
 
@@ -53,7 +58,7 @@ def placed(
         shards: what each chunk of the model holds.
         groups: Megatron's table of groups.
         args: with the job's own sizes.
-        shares_optimizer: whether the job has the distributed optimizer.
+        whole: what the metadata says of whole states of a distributed optimizer; empty: the job has none.
         in_parts: whether its state is in parts now.
 
     Raises:
@@ -61,24 +66,22 @@ def placed(
     """
     with world_of_one() as alone:
         metadata = checkpointing._build_sharded_state_dict_metadata(args, dp_cp_group=alone)
-        metadata |= {TYPE: RESHARDABLE} if shares_optimizer else {}
+        metadata |= whole
         chunks = {}
         for number, (chunk, shard) in enumerate(zip(unwrap_model(trained.model), shards, strict=True)):
             with as_holder_of(shard, groups, alone):
                 chunks[f"model{number}"] = chunk.sharded_state_dict(metadata=metadata)
-        optimizer = {} if in_parts else _common_of(trained.optimizer, chunks, metadata, shares_optimizer)
+        optimizer = {} if in_parts else _common_of(trained.optimizer, chunks, metadata)
     del metadata["dp_cp_group"]
     return _sorted_out(trained, chunks, optimizer, metadata)
 
 
-def _common_of(
-    optimizer: Any, chunks: Mapping[str, Any], metadata: Mapping[str, Any], shares_optimizer: bool
-) -> dict[Any, Any]:
+def _common_of(optimizer: Any, chunks: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[Any, Any]:
     """What an optimizer saves besides tensors."""
     if optimizer.is_stub_optimizer:
         return {}
     saved = optimizer.sharded_state_dict(dict(chunks), metadata=metadata)
-    if shares_optimizer:
+    if metadata.get(TYPE) == RESHARDABLE:
         add_common(saved, optimizer)
     _, common = extract_sharded_base(saved)
     return dict(common)

@@ -24,6 +24,7 @@ from megatron_resihp.control.node.environment import RUN_DIR
 from megatron_resihp.control.worker.saved_state import DIRECTORY
 from megatron_resihp.events.training import EmergencyCheckpoint
 from megatron_resihp.integration.emergency.file_of_parameters import write_parameters
+from megatron_resihp.integration.modes.emergency_format import has_files_by_stage
 from megatron_resihp.integration.patches.counting import count_again, restore_counters
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.extra_state import bearers_of, put_back
@@ -65,13 +66,10 @@ def write_state(runtime: Runtime, order: EmergencyCheckpointOrder, directory: Pa
 
 
 def by_stage(runtime: Runtime, order: EmergencyCheckpointOrder) -> bool:
-    """Whether all that write have just what Megatron has in one file of a checkpoint; the same on all of them.
-
-    In that format Megatron's distributed optimizer has buffers whose order and padding depend on the job.
-    """
+    """Whether all that write have just what Megatron has in one file of a checkpoint; the same on all of them."""
     own = runtime.job.own
     whole = all(own.coordinate_of(shards) is not None for shards in order.writers.values())
-    return whole and order.entire and not runtime.job.shares_optimizer
+    return whole and order.entire and has_files_by_stage(runtime.job)
 
 
 def name_latest(directory: Path, iteration: int) -> None:

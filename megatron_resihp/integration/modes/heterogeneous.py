@@ -26,6 +26,7 @@ from megatron_resihp.executor.groups.side_group import MakeSideGroup
 from megatron_resihp.executor.routes import Step
 from megatron_resihp.executor.slice_sums import make_buckets, sum_gradients
 from megatron_resihp.integration.modes.direct_way import WatchedPeers, agreed_to_use, can_carry
+from megatron_resihp.integration.modes.emergency_format import whole_metadata
 from megatron_resihp.integration.modes.migration import migrate_slices
 from megatron_resihp.integration.modes.mode import Counts, DocumentCounts, Losses, Migrated, Mode, ModeState, Schedule
 from megatron_resihp.integration.modes.uniform import averaging_of
@@ -45,7 +46,6 @@ from megatron_resihp.integration.patches import documents
 from megatron_resihp.integration.patches.checkpoints import args_with, distributed_format, state_in_parts
 from megatron_resihp.integration.progress import NO_DOCUMENTS
 from megatron_resihp.integration.runtime import Runtime
-from megatron_resihp.integration.state.reshardable import RESHARDABLE, TYPE
 from megatron_resihp.integration.state.slice_state import (
     counted_gradients,
     counted_norm_squared,
@@ -249,8 +249,7 @@ class HeterogeneousState(ModeState):
 
     def __init__(self, runtime: Runtime, view: HeterogeneousView) -> None:
         self._runtime, self._view = runtime, view
-        # A distributed optimizer can load what is saved.
-        self.checkpoint_metadata = {TYPE: RESHARDABLE} if runtime.job.shares_optimizer else {}
+        self.checkpoint_metadata = whole_metadata(runtime.job)
 
     def build_model(self, call: partial[Any]) -> Any:
         view, model = self._view, []
