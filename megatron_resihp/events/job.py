@@ -33,7 +33,7 @@ class Job(Event):
         tuple[tuple[int, int, int], ...] | None, "`[stage, first, end]`: the layers of each stage at the start"
     ] = None
     pipeline_last: Annotated[bool | None, "Megatron's default order of ranks, not --use-tp-pp-dp-mapping"] = None
-    tied: Annotated[bool | None, "the head shares the word embeddings"] = None
+    tied: Annotated[bool | None, "the head has the word embeddings, too"] = None
     micro_batch_size: Annotated[int | None, "samples in a micro-batch"] = None
     global_batch_size: Annotated[int | None, "samples in an iteration"] = None
     micro_batches: Annotated[int | None, "micro-batches in an iteration, over all replicas"] = None
