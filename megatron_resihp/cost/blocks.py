@@ -6,7 +6,7 @@ al., Reducing Activation Recomputation in Large Transformer Models (arXiv 2205.0
 gated MLPs, grouped queries and separate head widths, and omit dropout masks if there is no dropout.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Final
 
@@ -207,16 +207,19 @@ def head(w: Widths) -> tuple[Part, ...]:
 def mtp_projection(w: Widths) -> tuple[Part, ...]:
     """The parts of a multi-token prediction layer beside its transformer layer.
 
-    These are three norms, the projection of hidden state and embedding, and its own pass through the output layer. The
-    pass needs copies of embedding and output.
+    These are three norms, the projection of hidden state and embedding, and its own pass through the head's weights.
     """
     projection = 2 * w.hidden * w.hidden
     return (
         Part("norm", parameters=3 * w.norm * w.hidden, token_bytes=6 * w.hidden_bytes),
         Part("columns", w.hidden, parameters=projection, weight_flops=2 * projection),
-        Part("vocabulary rows", w.vocabulary, parameters=w.vocabulary * w.hidden, copy=True),
-        _output(w, copy=True),
+        replace(_output(w, copy=False), parameters=0),
     )
+
+
+def word_embeddings_copy(w: Widths) -> tuple[Part, ...]:
+    """What a head with weights of its own needs besides to predict further tokens."""
+    return (Part("vocabulary rows", w.vocabulary, parameters=w.vocabulary * w.hidden, copy=True),)
 
 
 def _output(w: Widths, copy: bool) -> Part:

@@ -1,16 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model as its list of layers, from Megatron's arguments. Imports `parts` and `blocks`.
 
-Embedding and head are separate layers: layer 0 and the last one. A plan's chunks use the same layer numbers.
+Embedding and head are separate layers: layer 0 and the last one. What predicts further tokens is a part of the head. A
+plan's chunks use the same layer numbers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
-from megatron_resihp.cost.blocks import Widths, attention, embedding, head, mamba, mlp, moe, mtp_projection
+from megatron_resihp.cost.blocks import (
+    Widths,
+    attention,
+    embedding,
+    head,
+    mamba,
+    mlp,
+    moe,
+    mtp_projection,
+    word_embeddings_copy,
+)
 from megatron_resihp.cost.parts import Part, ShardError
 
 
@@ -24,7 +35,6 @@ class LayerKind(StrEnum):
     EMBEDDING = "embedding"
     TRANSFORMER = "transformer"
     MOE_TRANSFORMER = "moe transformer"
-    MTP = "multi-token prediction"
     ATTENTION = "attention"
     MLP = "mlp"
     MOE = "moe"
@@ -36,10 +46,11 @@ LETTERS: Mapping[LayerKind, str] = {
     LayerKind.EMBEDDING: "E",
     LayerKind.TRANSFORMER: "t",
     LayerKind.MOE_TRANSFORMER: "t",
-    LayerKind.MTP: "m",
     LayerKind.HEAD: "L",
 }
 """Letters of Megatron's pipeline layout. It has none for the layers of hybrid models."""
+PREDICTION = "m"
+"""Its letter for a layer that predicts a further token."""
 
 _HYBRID = {"M": LayerKind.MAMBA, "*": LayerKind.ATTENTION, "-": LayerKind.MLP, "E": LayerKind.MOE}
 
@@ -54,12 +65,19 @@ class Layer:
         input_bytes: per token, the input from the layer before it; full recomputation keeps only this. 0 for the
             embedding.
         recomputable: whether full recomputation applies to it; embedding and head are excluded.
+        predicting: of a head, the kind of each of the layers that predict further tokens.
     """
 
     kind: LayerKind
     parts: tuple[Part, ...]
     input_bytes: float
     recomputable: bool = True
+    predicting: tuple[LayerKind, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """What it takes the time of: a prediction of further tokens takes that of a layer and of a head."""
+        return (self.kind, *(kind for layer in self.predicting for kind in (layer, self.kind)))
 
     @property
     def parameters(self) -> int:
@@ -94,8 +112,8 @@ class Model:
         return sum(layer.parameters for layer in self.layers)
 
     @property
-    def letters(self) -> str:
-        """The layers in the letters of Megatron's pipeline layout.
+    def letters(self) -> tuple[str, ...]:
+        """Each layer in the letters of Megatron's pipeline layout.
 
         Raises:
             ModelError: the model is a hybrid, for which Megatron has no such layout.
@@ -103,7 +121,7 @@ class Model:
         unknown = {layer.kind for layer in self.layers} - LETTERS.keys()
         if unknown:
             raise ModelError(f"Megatron's pipeline layout has no letter for {', '.join(sorted(unknown))} layers")
-        return "".join(LETTERS[layer.kind] for layer in self.layers)
+        return tuple(len(layer.predicting) * PREDICTION + LETTERS[layer.kind] for layer in self.layers)
 
     @cached_property
     def distinct(self) -> tuple[tuple[Layer, ...], tuple[int, ...]]:
@@ -134,14 +152,23 @@ def model_from_arguments(arguments: Mapping[str, Any]) -> Model:
         ModelError: a needed argument is missing, or an argument asks for a feature that is not modelled.
     """
     widths = _widths(arguments)
+    decoder = _decoder_layers(arguments, widths)
+    predicting = [decoder[-1]] * (arguments.get("mtp_num_layers") or 0)
     return Model(
-        (
-            Layer(LayerKind.EMBEDDING, embedding(widths), 0.0, recomputable=False),
-            *_decoder_layers(arguments, widths),
-            Layer(LayerKind.HEAD, head(widths), widths.hidden_bytes, recomputable=False),
-        ),
+        (Layer(LayerKind.EMBEDDING, embedding(widths), 0.0, recomputable=False), *decoder, _head(widths, predicting)),
         widths.hidden_bytes,
     )
+
+
+def _head(widths: Widths, predicting: Sequence[Layer]) -> Layer:
+    """`predicting`: a layer like those that predict each further token. Megatron recomputes these as it does other
+    layers; here all that they keep is counted."""
+    parts = [part for layer in predicting for part in (*mtp_projection(widths), *layer.parts)]
+    copies = word_embeddings_copy(widths) if predicting and not widths.tied else ()
+    kinds = tuple(layer.kind for layer in predicting)
+    return Layer(
+        LayerKind.HEAD, (*copies, *parts, *head(widths)), widths.hidden_bytes, recomputable=False, predicting=kinds
+    )  # fmt: skip
 
 
 def _decoder_layers(arguments: Mapping[str, Any], widths: Widths) -> list[Layer]:
@@ -150,11 +177,7 @@ def _decoder_layers(arguments: Mapping[str, Any], widths: Widths) -> list[Layer]
         return _hybrid_layers(str(pattern), widths)
     count = _need(arguments, "num_layers")
     is_moe = _moe_pattern(arguments, count)
-    layers = [_transformer(widths, moe_layer) for moe_layer in is_moe]
-    predictions = arguments.get("mtp_num_layers") or 0
-    inner = _transformer(widths, is_moe[-1]).parts
-    mtp = Layer(LayerKind.MTP, (*mtp_projection(widths), *inner), widths.hidden_bytes)
-    return layers + [mtp] * predictions
+    return [_transformer(widths, moe_layer) for moe_layer in is_moe]
 
 
 def _transformer(widths: Widths, moe_layer: bool) -> Layer:

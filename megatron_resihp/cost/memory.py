@@ -13,7 +13,7 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_resihp.cost.layers import Layer, LayerKind, Model
+from megatron_resihp.cost.layers import Layer, Model
 from megatron_resihp.cost.parts import Part, ShardError
 from megatron_resihp.cost.training import Recompute, Training
 from megatron_resihp.pipeline.op import OpKind
@@ -152,9 +152,7 @@ def with_layers(replica: Replica, model: Model) -> Replica:
         PlanError: the layers cannot be split evenly, or their number differs from the model's.
     """
     if not replica.chunks:
-        after = sum(layer.kind in (LayerKind.MTP, LayerKind.HEAD) for layer in model.layers)
-        chunks = even_chunks(len(model.layers) - 1 - after, len(replica.stages), after)
-        return replace(replica, chunks=chunks)
+        return replace(replica, chunks=even_chunks(len(model.layers) - 2, len(replica.stages)))
     if replica.chunks[-1].end != len(model.layers):
         raise PlanError(f"the plan has {replica.chunks[-1].end} layers, the model {len(model.layers)}")
     return replica

@@ -104,7 +104,8 @@ def _emulated_seconds(profile: emulated.DeviceProfile, model: Model, training: T
     """Seconds of F, B and W of each layer, [3, layers], as `integration.probes.padding` pads them."""
     tokens = float(training.micro_batch_size * profile.sequence)
     squares = tokens * profile.sequence
-    passes = [profile.stage([_KINDS.get(layer.kind, emulated.LayerKind.TRANSFORMER)], degree) for layer in model.layers]
+    of_layers = [[_KINDS.get(kind, emulated.LayerKind.TRANSFORMER) for kind in layer.kinds] for layer in model.layers]
+    passes = [profile.stage(kinds, degree) for kinds in of_layers]
     seconds = np.array([[cost.seconds(tokens, squares) for cost in each] for each in passes]).T
     seconds.setflags(write=False)
     return seconds

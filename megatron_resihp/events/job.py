@@ -34,7 +34,7 @@ class Job(Event):
     ] = None
     pipeline_last: Annotated[bool | None, "Megatron's default order of ranks, not --use-tp-pp-dp-mapping"] = None
     spread_replicas: Annotated[bool | None, "no shard is to live on one node only, --resihp-spread-replicas"] = None
-    tied: Annotated[bool | None, "the head shares the word embeddings"] = None
+    tied: Annotated[bool | None, "the head has the word embeddings, too"] = None
     micro_batch_size: Annotated[int | None, "samples in a micro-batch"] = None
     global_batch_size: Annotated[int | None, "samples in an iteration"] = None
     micro_batches: Annotated[int | None, "micro-batches in an iteration, over all replicas"] = None

@@ -77,8 +77,11 @@ class Progress:
 
 
 def _plain(counters: dict[str, Any]) -> dict[str, Any]:
-    totals = {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in counters["totals"].items()}
-    return {**counters, "totals": totals}
+    return {**counters, **{name: _numbers(counters[name]) for name in ("totals", "predicted")}}
+
+
+def _numbers(table: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in table.items()}
 
 
 @dataclass

@@ -25,6 +25,8 @@ class Release:
         set_up: the parameters of training.setup_model_and_optimizer.
         builders: the functions that build a worker's chunks, by module and name, and their first parameters.
         norm_gradients: the optimizer's method that lists the gradients which a worker counts.
+        prediction_metrics: what is summed of predictions of further tokens, by its name in Megatron's tracker: losses,
+            then counts.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Release:
     set_up: Parameters
     builders: Mapping[str, Parameters]
     norm_gradients: str
+    prediction_metrics: tuple[str, ...]
 
     @property
     def configures_models(self) -> bool:
@@ -62,6 +65,7 @@ RELEASES: Final[Mapping[tuple[int, int], Release]] = {
         ("model_provider_func", "model_type", "checkpointing_context"),
         _GET_MODEL,
         "get_main_grads_for_grad_norm",
+        ("values",),
     ),
     (0, 19): Release(
         "0.19",
@@ -70,6 +74,7 @@ RELEASES: Final[Mapping[tuple[int, int], Release]] = {
         ("model_type", "model_provider_func", "checkpointing_context", "cfg_container", "pg_collection"),
         {**_GET_MODEL, **_GPT_BUILDER},
         "get_grads_for_grad_norm",
+        ("loss_values", "correct_values", "total_values"),
     ),
 }
 """By major and minor version, oldest first."""

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which layers each stage runs, as model chunks and in the words of Megatron's pipeline layout.
 
-Layers are numbered from 0, the embedding, to the last one, the head. Imports only the standard library.
+Layers are numbered from 0, the embedding, to the last one, the head. Layers that predict further tokens (multi-token
+prediction, "m") are a part of the head and have no number: Megatron runs all of them where the head is. Imports only
+the standard library.
 """
 
 import re
@@ -72,13 +74,12 @@ def chunks_from(counts: Sequence[int], stages: int) -> tuple[Chunk, ...]:
     return chunks
 
 
-def even_chunks(decoder_layers: int, stages: int, after: int = 1) -> tuple[Chunk, ...]:
+def even_chunks(decoder_layers: int, stages: int) -> tuple[Chunk, ...]:
     """Megatron's own split: equally many decoder layers in each stage, embedding in the first, head in the last.
 
     Args:
         decoder_layers: layers between embedding and head.
         stages: number of stages.
-        after: layers behind the decoder: the head, and any multi-token prediction.
 
     Raises:
         PlanError: the layers cannot be split evenly.
@@ -88,7 +89,7 @@ def even_chunks(decoder_layers: int, stages: int, after: int = 1) -> tuple[Chunk
         raise PlanError(f"{decoder_layers} layers can't be split evenly over {stages} stages")
     counts = [each] * stages
     counts[0] += 1
-    counts[-1] += after
+    counts[-1] += 1
     return chunks_from(counts, stages)
 
 
@@ -131,24 +132,28 @@ def chunks_of_layout(text: str, stages: int) -> tuple[Chunk, ...]:
     """The chunks that Megatron makes of a layout with this number of pipeline stages.
 
     Raises:
-        PlanError: the text is no layout, or the number of chunks is no multiple of the number of stages.
+        PlanError: the text is no layout, the number of chunks is no multiple of the number of stages, or some chunk but
+            the head's predicts further tokens.
     """
-    return chunks_from([len(letters) for letters in parse_layout(text)], stages)
+    *others, last = parse_layout(text)
+    if any(PREDICTION in letters for letters in others):
+        raise PlanError(f"layout {text!r}: {PREDICTION} and {HEAD} must be in the same chunk, the last one")
+    return chunks_from([*map(len, others), len(last) - last.count(PREDICTION)], stages)
 
 
-def layout_of(chunks: Sequence[Chunk], letters: str) -> str:
+def layout_of(chunks: Sequence[Chunk], letters: Sequence[str]) -> str:
     """Chunks of a model in Megatron's layout notation.
 
     Args:
         chunks: all chunks of a replica.
-        letters: the model's layers, as in "EttttL".
+        letters: of each of the model's layers, as in ("E", "t", "t", "mL").
 
     Raises:
         PlanError: the chunks hold another number of layers, or are not dealt to the stages in turns; Megatron has no
             notation for that.
     """
     _check_sayable(chunks, len(letters))
-    return format_layout([letters[chunk.first : chunk.end] for chunk in chunks])
+    return format_layout(["".join(letters[chunk.first : chunk.end]) for chunk in chunks])
 
 
 def _check_sayable(chunks: Sequence[Chunk], layers: int) -> None:

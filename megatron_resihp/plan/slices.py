@@ -15,7 +15,8 @@ from megatron_resihp.plan.replica import Shard
 WHOLE: Final = -1
 """The cut of a layer's parameters that every tensor-parallel member holds completely."""
 TIED: Final = -1
-"""The layer number of word embeddings that the head shares: held with the first layer and with the head."""
+"""The layer number of word embeddings that the head has, too, as its weights or to predict further tokens; they are
+with the first layer and with the head."""
 
 
 class Slice(NamedTuple):
@@ -56,7 +57,7 @@ def slices_of(shards: Iterable[Shard], cuts: int, tied_head: int | None) -> froz
     Args:
         shards: of one worker.
         cuts: the result of `cuts_of` for all workers' shards.
-        tied_head: number of the head's layer if it shares the word embeddings, None if it has weights of its own.
+        tied_head: number of the head's layer if it has the word embeddings, too.
     """
     found = set()
     for shard in shards:
@@ -64,7 +65,10 @@ def slices_of(shards: Iterable[Shard], cuts: int, tied_head: int | None) -> froz
         for layer in range(shard.first, shard.end):
             tied = tied_head is not None and layer in (0, tied_head)
             found.add(Slice(layer, WHOLE))
-            found |= {Slice(TIED if tied else layer, cut) for cut in numbers}
+            if tied:
+                found |= {Slice(TIED, cut) for cut in numbers}
+            if not tied or layer:  # the head may have more than the word embeddings
+                found |= {Slice(layer, cut) for cut in numbers}
     return frozenset(found)
 
 

@@ -40,7 +40,7 @@ class JobDescription:
         train_iters: the last iteration; None: unknown.
         ends_early: --exit-interval may end it before.
         eval_interval, save_interval: iterations; None: it doesn't.
-        tied: the head shares the word embeddings.
+        tied: the head has the word embeddings, too.
         micro_batch_size, global_batch_size: samples.
         emulated: name of the emulated device; None: the clock is real.
         gemm: (m, n, k) of a matrix product of the training.

@@ -51,6 +51,8 @@ class Outcome:
         zeros: how many elements of the gradient are zero; None where that is not counted.
         skipped: a gradient has overflowed; the step only moves the loss scale.
         experts: what mixtures of experts reported of their balance, summed over all workers; empty if there are none.
+        predictions: what was reported of predictions of further tokens, summed over the global batch; empty if there
+            are none.
     """
 
     epoch: Epoch
@@ -62,6 +64,7 @@ class Outcome:
     experts: tuple[float, ...] = ()
     save: bool = False
     zeros: int | None = None
+    predictions: tuple[float, ...] = ()
 
     @property
     def means(self) -> dict[str, float]:

@@ -10,7 +10,7 @@ from typing import Final
 from megatron_resihp.config import MEMORY_RESERVE
 from megatron_resihp.cost.device import Device
 from megatron_resihp.cost.job import JobCost
-from megatron_resihp.cost.layers import LayerKind, Model
+from megatron_resihp.cost.layers import Model
 from megatron_resihp.cost.memory import check_plan
 from megatron_resihp.cost.parts import ShardError
 from megatron_resihp.cost.room import usable
@@ -119,10 +119,9 @@ class Sizes:
 def start_chunks(model: Model, stages: int) -> tuple[Chunk, ...]:
     """One chunk for each stage, with equal numbers of decoder layers, or one more in each of the first stages.
 
-    The embedding is in the first chunk, and what follows the decoder in the last.
+    The embedding is in the first chunk, and the head in the last.
     """
-    after = sum(layer.kind in (LayerKind.MTP, LayerKind.HEAD) for layer in model.layers)
-    counts = list(even_counts(len(model.layers) - 1 - after, stages))
+    counts = list(even_counts(len(model.layers) - 2, stages))
     counts[0] += 1
-    counts[-1] += after
+    counts[-1] += 1
     return chunks_from(counts, stages)

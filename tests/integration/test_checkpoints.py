@@ -14,7 +14,7 @@ import pytest
 import torch
 from jobs import BF16, EXPERTS, FP32, PRETRAIN, Job, Jobs, Tolerance, environment_of, tiny
 from nursery import MOCK_DATA_SIZE
-from test_plans import FOUR, LLAMA, MODEL, UNIFORM_LAYOUT
+from test_plans import FOUR, LLAMA, MODEL, PREDICTIONS, UNIFORM_LAYOUT
 from torch.distributed import checkpoint as checkpoints
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -62,8 +62,17 @@ def save(jobs: Jobs, path: Path, **options: Any) -> Job:
         pytest.param("four stages", LLAMA, FP32, marks=NIGHTLY),
         pytest.param("V shape", LLAMA | {"bf16": True}, BF16, marks=NIGHTLY),
         pytest.param("TP 2 and 1", EXPERTS | {"sequence_parallel": True}, FP32, marks=NIGHTLY),
+        pytest.param("TP 2 and 1", PREDICTIONS, FP32, marks=NIGHTLY),
     ],
-    ids=["unlike stages", "V shape", "unlike replicas", "four stages", "V shape in 16 bits", "experts"],
+    ids=[
+        "unlike stages",
+        "V shape",
+        "unlike replicas",
+        "four stages",
+        "V shape in 16 bits",
+        "experts",
+        "further predictions",
+    ],
 )
 def test_a_job_goes_on_in_its_own_layout(
     jobs: Jobs, tmp_path: Path, name: str, model: dict[str, Any], tolerance: Tolerance

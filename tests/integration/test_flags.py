@@ -13,7 +13,7 @@ from jobs import EXPERTS, Jobs, ask_at, ask_for, check_training, tiny
 from stock_runs import check_like_stock, stock_steps
 from test_interleaved import UNLIKE, own_plan
 from test_plan_failures import are_heterogeneous
-from test_plans import stages
+from test_plans import PREDICTIONS, stages
 from test_query_groups import plan
 
 from megatron_resihp.report.run.summary import compare
@@ -84,6 +84,7 @@ SHARED_OUT: dict[str, Any] = {
             "gradient descent": DESCENT,
             "grouped experts": GROUPED,
             "latent attention": LATENT,
+            "further predictions": PREDICTIONS | EXPERTS | {"sequence_parallel": True},
         }.items()
     ],
 )

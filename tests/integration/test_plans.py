@@ -19,6 +19,8 @@ MODEL: dict[str, Any] = {"num_layers": 4, "global_batch_size": 8, "train_iters":
 UNIFORM_LAYOUT: dict[str, Any] = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 """Four workers in one replica, eight in two."""
 UNTIED: dict[str, Any] = {"untie_embeddings_and_output_weights": True}
+PREDICTIONS: dict[str, Any] = UNTIED | {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.7}
+"""Two further tokens are predicted; their losses weigh so much that a wrong share of one is seen."""
 GROUPED: dict[str, Any] = {
     "group_query_attention": True, "num_query_groups": 2, "swiglu": True, "normalization": "RMSNorm",
     "disable_bias_linear": True, "ffn_hidden_size": 64,

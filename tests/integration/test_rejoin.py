@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from jobs import BIASED, EXPERTS, WISHING, Job, Jobs, check_digests, check_training, difference_table, tiny
+from test_plans import PREDICTIONS
 
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.plan.slots import renamed
@@ -18,6 +19,7 @@ from megatron_resihp.report.run.summary import compare
 WORKERS = 4
 TWO_REPLICAS: dict[str, Any] = {"tensor_model_parallel_size": 2, "train_iters": 12}
 MIXTURE = EXPERTS | {"sequence_parallel": True}
+PIPELINE: dict[str, Any] = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2}
 
 
 def plans(job: Job) -> list[ParallelPlan]:
@@ -28,9 +30,11 @@ def plans(job: Job) -> list[ParallelPlan]:
     "model",
     [
         {},
-        *(pytest.param(model, marks=pytest.mark.nightly) for model in (MIXTURE, BIASED | {"sequence_parallel": True})),
+        pytest.param(MIXTURE, marks=pytest.mark.nightly),
+        pytest.param(BIASED | {"sequence_parallel": True}, marks=pytest.mark.nightly),
+        pytest.param(PREDICTIONS | PIPELINE, marks=pytest.mark.nightly),
     ],
-    ids=["dense", "experts", "expert biases"],
+    ids=["dense", "experts", "expert biases", "further predictions"],
 )
 def test_worker_that_died_comes_back_and_the_first_plan_with_it(jobs: Jobs, model: dict[str, Any]) -> None:
     """The job goes on without it meanwhile, and trains what a run trains to which nothing happened."""

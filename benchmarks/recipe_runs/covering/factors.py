@@ -92,7 +92,8 @@ FACTORS: Final[Mapping[str, Mapping[str, str]]] = {
         "biased": f"{_EXPERTS} --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
         "with capacity": f"{_EXPERTS} --moe-expert-capacity-factor 1.5 --moe-token-dispatcher-type alltoall",
     },
-    "predictions": {"one": "", "two": "--mtp-num-layers 1"},
+    # Only a head with weights of its own predicts further tokens, so that flag is a part of the value.
+    "predictions": {"one": "", "two": "--mtp-num-layers 1 --untie-embeddings-and-output-weights"},
     "embeddings": {"tied": "", "untied": "--untie-embeddings-and-output-weights"},
     "transfer": {
         "none": "",
@@ -145,6 +146,7 @@ FORBIDDEN: Final = (
     Forbidden({"attention": ["latent"], "norm of heads": ["l2"]}, "latent attention has no such norm"),
     Forbidden({"predictions": ["two"], "positions": ["learnt", "yarn"]}, "further predictions need rope or nothing"),
     Forbidden({"predictions": ["two"], "grid": ["layout"]}, "this layout has no place for further predictions"),
+    Forbidden({"predictions": ["two"], "embeddings": ["tied"]}, "further predictions need a head with its own weights"),
     Forbidden({"optimizer": ["sgd"], "saves": ["kept", "beside training", "non-persistent"]}, "it can't be loaded"),
     Forbidden({"residual": ["fp32"], "precision": ["fp32"]}, "it is for 16 bits"),
 )

@@ -70,7 +70,7 @@ def slice_sums(plan: ParallelPlan, tied_head: int | None) -> tuple[SliceSum, ...
 
     Args:
         plan: gives its layers.
-        tied_head: number of the head's layer if it shares the word embeddings.
+        tied_head: number of the head's layer if it has the word embeddings, too.
     """
     shards = all_shards(plan)
     cuts = cuts_of(shard for own in shards.values() for shard in own)

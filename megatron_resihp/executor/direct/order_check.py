@@ -17,7 +17,7 @@ def check_order_of_plan(plan: ParallelPlan, sequence_parallel: bool, tokens: int
 
     Args:
         plan, sequence_parallel, tokens: as of `route_check.check_plan`, which has found nothing.
-        tied_head: number of the head's layer if it shares the word embeddings.
+        tied_head: number of the head's layer if it has the word embeddings, too.
 
     Raises:
         RouteError: a worker would wait forever.

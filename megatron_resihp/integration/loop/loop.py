@@ -31,7 +31,7 @@ from megatron_resihp.integration.saves.pending import directory_of_saves
 from megatron_resihp.integration.state.digests import record_digests
 from megatron_resihp.integration.state.extra_state import extra_digests
 from megatron_resihp.integration.step.optimizer_buddies import tell_cost
-from megatron_resihp.integration.step.step import agreed_losses, is_time_up, tell_of_experts
+from megatron_resihp.integration.step.step import agreed_losses, is_time_up, tell_metrics
 from megatron_resihp.protocol.logs import Place
 from megatron_resihp.protocol.messages import TrainingFinished
 from megatron_resihp.protocol.records import IterationPhase, Outcome
@@ -184,7 +184,7 @@ def _applied_step(runtime: Runtime, outcome: Outcome) -> StepReturn:
     runtime.progress.agreed(outcome)
     runtime.progress.stage = IterationPhase.STEPPED
     count_again(runtime, outcome)
-    tell_of_experts(runtime, outcome)
+    tell_metrics(runtime, outcome)
     # Megatron hands the count from worker to worker in 32 bits.
     zeros = None if outcome.zeros is None else torch.tensor(outcome.zeros, dtype=torch.float32).item()
     return agreed_losses(runtime.view, outcome), int(outcome.skipped), False, False, 0, outcome.grad_norm, zeros, 0

@@ -17,6 +17,7 @@ from megatron.core.num_microbatches_calculator import reconfigure_num_microbatch
 from megatron.training import get_timers, training
 from megatron.training.utils import append_to_progress_log
 
+from megatron_resihp.integration.patches import prediction_metrics
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.step.loss_scale import move_scale, restore_scale, scale_of
 from megatron_resihp.integration.trained import Trained, parts_of
@@ -66,7 +67,7 @@ def sizes_as_they_are() -> Iterator[None]:
 def snapshot_counters(runtime: Runtime) -> dict[str, Any]:
     """Everything that the loop advances besides the shard's state. Cheap: no device sync, unless the loss scale moves.
 
-    The same on all workers, but that losses are totalled in the last stage only, and for the time.
+    The same on all workers, but that losses and predictions are totalled in the last stage only, and for the time.
     """
     args = runtime.job.args
     totals = {
@@ -83,6 +84,7 @@ def snapshot_counters(runtime: Runtime) -> dict[str, Any]:
         "settings": settings_of(runtime.held.live),
         "flops": runtime.tally.flops,
         "totals": totals,
+        "predicted": prediction_metrics.running_sums() if runtime.view.is_last_stage else {},
         "interval_s": _seconds_of_interval(),
         "started": training._TRAIN_START_TIME,
     }
@@ -131,6 +133,7 @@ def restore_counters(runtime: Runtime, counters: dict[str, Any]) -> None:
     runtime.held.live.scheduler.step(increment=0)
     # Also where another epoch breaks before the next line: what is remembered here may be of another iteration.
     runtime.tally.totals = runtime.tally.carried = counters["totals"]
+    prediction_metrics.restore_running_sums(counters["predicted"])
     get_timers()(INTERVAL, log_level=0).set_elapsed(counters["interval_s"])
     # The job's, not that of a worker that came later.
     training._TRAIN_START_TIME = counters["started"]

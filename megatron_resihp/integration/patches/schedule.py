@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Final
 
+from megatron_resihp.integration.patches import prediction_metrics
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.expert_biases import begin_counting
 
@@ -33,6 +34,8 @@ def _run(runtime: Runtime, schedule: Schedule, **kwargs: Any) -> list[dict[str, 
         runtime.reach("evaluate")
         return runtime.mode.evaluate(schedule, kwargs) or NOTHING_REPORTED
     begin_counting(runtime.held.live.model)
+    # Also where Megatron runs an iteration again to explain a result.
+    prediction_metrics.forget()
     runtime.probes.begin_schedule()
     runtime.progress.losses = runtime.mode.train(schedule, kwargs)
     return runtime.progress.losses or NOTHING_REPORTED

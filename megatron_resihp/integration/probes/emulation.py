@@ -60,7 +60,9 @@ class HeldCosts:
 def layer_kinds(chunk: Any) -> list[LayerKind]:
     """What a model chunk of Megatron consists of."""
     ends = ([LayerKind.EMBEDDING] * chunk.pre_process, [LayerKind.HEAD] * chunk.post_process)
-    return [*ends[0], *(_layer_kind(layer) for layer in chunk.decoder.layers), *ends[1]]
+    predicting = chunk.mtp.layers if hasattr(chunk, "mtp") else ()
+    further = [kind for layer in predicting for kind in (_layer_kind(layer.mtp_model_layer), LayerKind.HEAD)]
+    return [*ends[0], *(_layer_kind(layer) for layer in chunk.decoder.layers), *ends[1], *further]
 
 
 def _layer_kind(layer: Any) -> LayerKind:

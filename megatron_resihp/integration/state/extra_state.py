@@ -81,7 +81,7 @@ def bearers_of(model: Sequence[Any], shards: Sequence[Shard]) -> Iterator[Bearer
     for chunk, shard in zip(model, shards, strict=True):
         for name, module in chunk.named_modules():
             if type(module).get_extra_state not in NOTHING:
-                yield Bearer(*place_of(name.replace("module.", ""), shard, None), module)
+                yield Bearer(*place_of(name.replace("module.", ""), shard, None, chunk), module)
 
 
 def collected(bearers: Iterable[Bearer]) -> Layers:

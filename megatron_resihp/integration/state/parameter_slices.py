@@ -7,7 +7,7 @@ their shards are cut. A gated MLP's first weight holds a part of the gate and th
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,6 +21,7 @@ EMBEDDING = "embedding."
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 TIED_NAME = "word_embeddings.weight"
+FINAL_NORM = "decoder.final_layernorm."
 GROUPED_EXPERTS: Final = re.compile(r"\.experts\.linear_fc1\.(weight|bias)\d+$")
 """The first weights of experts that Transformer Engine keeps in one layer. Megatron says a stride of one for them, also
 where each holds a part of the gate and of the up-projection."""
@@ -67,15 +68,15 @@ def pieces_of(model: Sequence[Any], shards: Sequence[Shard], cuts: int, tied_hea
         model: its chunks, in the order of `shards`.
         shards: what each of them holds.
         cuts: into how many cuts layers are thought.
-        tied_head: number of the head's layer if it shares the word embeddings.
+        tied_head: number of the head's layer if it has the word embeddings, too.
 
     Raises:
         ValueError: a parameter can't be cut so.
     """
     for chunk, (module, shard) in enumerate(zip(model, shards, strict=True)):
-        parameters: Iterable[tuple[str, Any]] = module.named_parameters()
-        for name, parameter in parameters:
-            layer, inner = place_of(name.replace("module.", ""), shard, tied_head)
+        parameters: dict[str, Any] = {name.replace("module.", ""): each for name, each in module.named_parameters()}
+        for name, parameter in parameters.items():
+            layer, inner = place_of(name, shard, tied_head, module, parameters)
             offsets = name.endswith(OFFSETS)
             if not (offsets or getattr(parameter, "tensor_model_parallel", False)):
                 yield Piece(Slice(layer, WHOLE), inner, parameter, chunk)
@@ -102,7 +103,7 @@ def whole_pieces(
     """
     for chunk, (module, shard) in enumerate(zip(model, shards, strict=True)):
         for name, tensor in named(module):
-            layer, inner = place_of(name.replace("module.", ""), shard, tied_head)
+            layer, inner = place_of(name.replace("module.", ""), shard, tied_head, module)
             yield Piece(Slice(layer, WHOLE), inner, tensor, chunk)
 
 
@@ -122,10 +123,22 @@ def counted_by_megatron(piece: Slice, name: str, view: torch.Tensor, cuts: int, 
     return view.flatten()[: max(0, heads * cuts // own_degree - heads * piece.cut)]
 
 
-def place_of(name: str, shard: Shard, tied_head: int | None) -> tuple[int, str]:
-    """The layer of a parameter or module, and its name there."""
-    if tied_head is not None and name in (WORD_EMBEDDINGS, OUTPUT):
+def place_of(
+    name: str, shard: Shard, tied_head: int | None, chunk: Any, beside: Collection[str] = ()
+) -> tuple[int, str]:  # fmt: skip
+    """The layer of a parameter or module, and its name there.
+
+    Args:
+        chunk: that it belongs to.
+        beside: names of all parameters of the chunk.
+    """
+    if tied_head is not None and name == WORD_EMBEDDINGS:
         return TIED, TIED_NAME
+    # Beside word embeddings, Megatron gives a head weights only if they are others.
+    if tied_head is not None and name == OUTPUT and WORD_EMBEDDINGS not in beside:
+        return TIED, TIED_NAME
+    if tied_head is not None and name.startswith(FINAL_NORM) and chunk.config.mtp_num_layers:
+        return tied_head - 1, name  # Megatron builds it behind the last decoder layer then, not before the head
     if name.startswith(LAYERS):
         number, _, inner = name.removeprefix(LAYERS).partition(".")
         return max(shard.first, 1) + int(number), inner

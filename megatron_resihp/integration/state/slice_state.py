@@ -123,7 +123,7 @@ class Redistribution:
     Attributes:
         held, wanted: worker → shards.
         cuts: of both.
-        tied_head: number of the head's layer if it shares the word embeddings.
+        tied_head: number of the head's layer if it has the word embeddings, too.
     """
 
     held: Shards

@@ -84,7 +84,7 @@ def factor_of_losses(averaging: Averaging, optimizer: Any, micro_batches: int) -
 
 @contextmanager
 def scaled_losses(averaging: Averaging, optimizer: Any, model: Any, micro_batches: int) -> Iterator[None]:
-    """Multiply what gradients are taken of, auxiliary losses of experts included, and nothing reported.
+    """Multiply what gradients are taken of, losses of experts and predictions included, and nothing reported.
 
     Args:
         model: Megatron's, or a list of its chunks.

@@ -15,7 +15,7 @@ from megatron.training import training
 
 from megatron_resihp.detector.input.records import SpanKind
 from megatron_resihp.events.training import Samples
-from megatron_resihp.integration.patches import expert_metrics
+from megatron_resihp.integration.patches import expert_metrics, prediction_metrics
 from megatron_resihp.integration.patches.counting import settings_of
 from megatron_resihp.integration.progress import LOSS_SLOTS
 from megatron_resihp.integration.runtime import Runtime
@@ -43,7 +43,7 @@ COUNTERS_FROM = 8
 LOSSES_FROM = COUNTERS_FROM + len(SHARED_COUNTERS)
 EXPERTS_FROM = LOSSES_FROM + 2 * LOSS_SLOTS
 DOCUMENTS_FROM = EXPERTS_FROM + len(expert_metrics.NAMES)
-END = DOCUMENTS_FROM + 2
+PREDICTIONS_FROM = DOCUMENTS_FROM + 2
 
 StepResult = tuple[bool, float | None, int | None]
 
@@ -73,7 +73,7 @@ def agreed_step(runtime: Runtime) -> StepResult:
         outcome = agree(runtime, norm_squared, zeros)
     runtime.progress.agreed(outcome)
     runtime.on_trial = False
-    tell_of_experts(runtime, outcome)
+    tell_metrics(runtime, outcome)
     runtime.reach("step")
     with runtime.probes.marked_span(SpanKind.OPTIMIZER):
         take_step(runtime, outcome)
@@ -146,22 +146,27 @@ def agree(runtime: Runtime, norm_squared: float, zeros: int = 0) -> Outcome:
     counted = runtime.job.args.log_num_zeros_in_grad and not skipped
     counted_zeros = round(float(values[ZEROS])) if counted else None
     return Outcome(
-        runtime.epoch, norm, losses, runtime.progress.loss_names, stop, skipped, experts, save, counted_zeros
+        runtime.epoch, norm, losses, runtime.progress.loss_names, stop, skipped, experts, save, counted_zeros,
+        tuple(values[PREDICTIONS_FROM:].tolist()),
     )  # fmt: skip
 
 
-def tell_of_experts(runtime: Runtime, outcome: Outcome) -> None:
-    """Let Megatron print what was agreed on of their balance."""
+def tell_metrics(runtime: Runtime, outcome: Outcome) -> None:
+    """Let Megatron log what was agreed on of experts' balance and of predictions of further tokens."""
+    args = runtime.job.args
+    micro_batches = args.global_batch_size // args.micro_batch_size
     if runtime.view.works and outcome.experts:
-        args = runtime.job.args
-        expert_metrics.tell_sums(outcome.experts, args.global_batch_size // args.micro_batch_size, args.num_layers)
+        expert_metrics.tell_sums(outcome.experts, micro_batches, args.num_layers + (args.mtp_num_layers or 0))
+    if runtime.view.works and runtime.view.is_last_stage and outcome.predictions:
+        prediction_metrics.tell_sums(outcome.predictions, micro_batches)
 
 
 def _brought(
     runtime: Runtime, norm_squared: float, validation: ValidationOrder | None, change: PlanChange | None
 ) -> torch.Tensor:
     """What this worker adds to the reduction."""
-    values = torch.zeros(END, dtype=torch.float64)
+    depths = runtime.job.args.mtp_num_layers
+    values = torch.zeros(PREDICTIONS_FROM + prediction_metrics.width(depths), dtype=torch.float64)
     values[0] = norm_squared
     values[1] = 1.0 if runtime.control.heard.stop_signal or is_time_up(runtime) else 0.0
     values[VALIDATION] = _number(validation)
@@ -178,11 +183,13 @@ def _brought(
         return values
     if runtime.progress.losses and runtime.view.is_last_stage and runtime.view.tp_rank == 0:
         _add_losses(runtime, values)
+        if depths:
+            values[PREDICTIONS_FROM:] = torch.tensor(prediction_metrics.recorded(depths))
     if runtime.job.args.num_experts:
         recorded = expert_metrics.recorded(mpu.get_tensor_model_parallel_world_size())
         values[EXPERTS_FROM:DOCUMENTS_FROM] = torch.tensor(recorded)
     if runtime.mode.seen_documents is not None:
-        values[DOCUMENTS_FROM:] = runtime.mode.seen_documents
+        values[DOCUMENTS_FROM:PREDICTIONS_FROM] = runtime.mode.seen_documents
     return values
 
 
@@ -233,8 +240,8 @@ def note_counters(runtime: Runtime, values: torch.Tensor) -> None:
     numbers = map(int, values[COUNTERS_FROM:LOSSES_FROM].tolist())
     shared = dict(zip(SHARED_COUNTERS, numbers, strict=True))
     runtime.progress.counters[runtime.progress.iteration] = {
-        **shared, "settings": settings_of(runtime.held.live), "flops": 0.0, "totals": {}, "interval_s": 0.0,
-        "started": training._TRAIN_START_TIME,
+        **shared, "settings": settings_of(runtime.held.live), "flops": 0.0, "totals": {}, "predicted": {},
+        "interval_s": 0.0, "started": training._TRAIN_START_TIME,
     }  # fmt: skip
 
 

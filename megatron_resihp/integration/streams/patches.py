@@ -2,7 +2,8 @@
 """Patches: where a job that draws random numbers changes from stream to stream. A job that draws none has none.
 
 Replaces forward_step of megatron.core.pipeline_parallel.schedules, which both kinds of plans call for each micro-batch
-and chunk, the forward pass of transformer layers, and get_forward_backward_func. May import megatron and this package.
+and chunk, the forward pass of transformer layers and of what predicts further tokens, and get_forward_backward_func.
+May import megatron and this package.
 """
 
 import functools
@@ -13,7 +14,7 @@ from megatron_resihp.integration.job import Job
 from megatron_resihp.integration.patch import Patch
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.streams.generators import Generators
-from megatron_resihp.integration.streams.seeds import draws
+from megatron_resihp.integration.streams.seeds import draws, predicting_layer
 
 
 def stream_patches(runtime: Runtime) -> list[Patch]:
@@ -41,6 +42,12 @@ def patches_of(runtime: Runtime) -> list[Patch]:
             functools.partial(wrap_layer, generators),
             ("self",),
             "gives each layer its random streams",
+        ),
+        Patch(
+            "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer.forward",
+            functools.partial(wrap_prediction, generators),
+            ("self",),
+            "gives what predicts a further token random streams",
         ),
         Patch(
             "megatron.training.training:get_forward_backward_func",
@@ -75,7 +82,23 @@ def wrap_layer(generators: Generators, original: Callable[..., Any]) -> Callable
     @functools.wraps(original)
     def forward(layer: Any, *positional: Any, **options: Any) -> Any:
         if layer.training:
-            generators.begin_layer(layer.layer_number, sliced=layer.config.sequence_parallel)
+            number = layer.layer_number
+            if layer.is_mtp_layer:  # Megatron counts these from 1, too
+                number = predicting_layer(layer.config.num_layers, number).inner
+            generators.begin_layer(number, sliced=layer.config.sequence_parallel)
+        return original(layer, *positional, **options)
+
+    return forward
+
+
+def wrap_prediction(generators: Generators, original: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward pass of what predicts a further token; it embeds tokens before its layer begins."""
+
+    @functools.wraps(original)
+    def forward(layer: Any, *positional: Any, **options: Any) -> Any:
+        if layer.training:
+            number = predicting_layer(layer.config.num_layers, layer.layer_number).embedding
+            generators.begin_layer(number, sliced=False)
         return original(layer, *positional, **options)
 
     return forward

@@ -30,7 +30,7 @@ class Key(NamedTuple):
     Attributes:
         job: the job's --seed.
         iteration, micro_batch: of which it is; micro-batches by their index in the global batch.
-        layer: the decoder layer's number in the whole model.
+        layer: the decoder layer's number in the whole model; what predicts further tokens has numbers behind them.
         kind: which of a layer's streams.
         part: the slice for which its numbers are.
     """
@@ -41,6 +41,18 @@ class Key(NamedTuple):
     layer: int
     kind: str
     part: Part
+
+
+class Predicting(NamedTuple):
+    """Numbers of the two parts of what predicts a further token: how it embeds the tokens, and its layer."""
+
+    embedding: int
+    inner: int
+
+
+def predicting_layer(layers: int, depth: int) -> Predicting:
+    """`layers`: of the decoder; `depth`: which further token it predicts, from 1."""
+    return Predicting(layers + 2 * depth - 1, layers + 2 * depth)
 
 
 def seed_of(key: Key) -> int:

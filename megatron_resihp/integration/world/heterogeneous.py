@@ -20,7 +20,7 @@ class HeterogeneousView(View):
     """A heterogeneous plan, which says the layers of each stage, seen by one worker.
 
     Attributes:
-        tied_head: number of the head's layer if it shares the word embeddings.
+        tied_head: number of the head's layer if it has the word embeddings, too.
     """
 
     tied_head: int | None

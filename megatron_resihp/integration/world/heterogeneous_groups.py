@@ -88,12 +88,15 @@ def as_stage(number: int, count: int) -> Iterator[None]:
             setattr(parallel_state, name, value)
 
 
-def layout_of_chunks(chunks: tuple[Chunk, ...], layers: int) -> PipelineParallelLayerLayout:
-    """Megatron's layout in which each chunk is a stage. `layers`: of the model, embedding and head included."""
-    rows = [
-        ["embedding" if layer == 0 else "loss" if layer == layers - 1 else "decoder" for layer in range(first, end)]
-        for _, first, end in chunks
-    ]
+def layout_of_chunks(chunks: tuple[Chunk, ...], layers: int, predicting: int) -> PipelineParallelLayerLayout:
+    """Megatron's layout in which each chunk is a stage.
+
+    Args:
+        layers: of the model, embedding and head included.
+        predicting: layers that predict further tokens, a part of the head.
+    """
+    whole = [["embedding"], *[["decoder"]] * (layers - 2), [*["mtp"] * predicting, "loss"]]
+    rows = [[name for names in whole[first:end] for name in names] for _, first, end in chunks]
     return PipelineParallelLayerLayout(rows, len(rows))
 
 
@@ -151,7 +154,9 @@ class Sizes:
                 "tensor_model_parallel_size": degree,
                 "expert_tensor_parallel_size": degree,
                 "pipeline_model_parallel_size": len(chunks),
-                "pipeline_model_parallel_layout": layout_of_chunks(chunks, chunks[-1].end),
+                "pipeline_model_parallel_layout": layout_of_chunks(
+                    chunks, chunks[-1].end, getattr(holder, "mtp_num_layers", None) or 0
+                ),
                 "virtual_pipeline_model_parallel_size": None,
                 "sequence_parallel": values.get("sequence_parallel", False) and degree > 1,
                 "num_layers_in_first_pipeline_stage": None,

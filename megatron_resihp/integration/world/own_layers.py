@@ -49,7 +49,7 @@ class OwnLayout:
         tensor_parallel: its degree.
         data_parallel: number of replicas at the start.
         sequence_parallel: whether members of a group share the tokens between layers.
-        tied_head: number of the head's layer if it shares the word embeddings.
+        tied_head: number of the head's layer if it has the word embeddings, too.
         micro_batch_group: micro-batches that go through one chunk of an interleaved pipeline before its stages turn to
             the next chunk; None: it isn't interleaved.
     """
@@ -83,7 +83,8 @@ class OwnLayout:
 def own_layout(args: Any) -> OwnLayout:
     """The layout that Megatron's validated arguments give."""
     chunks = own_chunks(args)
-    tied_head = None if args.untie_embeddings_and_output_weights else chunks[-1].end - 1
+    has_embeddings = bool(args.mtp_num_layers) or not args.untie_embeddings_and_output_weights
+    tied_head = chunks[-1].end - 1 if has_embeddings else None
     group = args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
     return OwnLayout(
         chunks, args.tensor_model_parallel_size, args.data_parallel_size, args.sequence_parallel, tied_head,

@@ -15,7 +15,7 @@ class SliceShares:
     Attributes:
         plan: says which layers each stage runs.
         worker: whose view it is.
-        tied_head: number of the head's layer if it shares the word embeddings.
+        tied_head: number of the head's layer if it has the word embeddings, too.
     """
 
     plan: ParallelPlan

@@ -13,7 +13,7 @@ from megatron.training import get_timers
 
 from megatron_resihp.executor.gloo.groups_ahead import GroupNeeds, GroupsAhead
 from megatron_resihp.integration.modes.choice import mode_of
-from megatron_resihp.integration.patches import documents, expert_metrics
+from megatron_resihp.integration.patches import documents, expert_metrics, prediction_metrics
 from megatron_resihp.integration.progress import NO_DOCUMENTS
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.world.group_needs import timeout_of
@@ -54,6 +54,7 @@ def tear_down(runtime: Runtime) -> None:
     """Destroy every group of the old epoch and what remembers it."""
     runtime.mode.close()
     expert_metrics.forget()
+    prediction_metrics.forget()
     mpu.destroy_model_parallel()
     runtime.communicators.destroy()
 

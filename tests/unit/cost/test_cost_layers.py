@@ -96,9 +96,22 @@ class TestParameters:
         reported = memory.compute_weight_and_optimizer_memory(arguments) / 18
         assert preset(name).parameters == reported
 
+    def test_predictions_of_further_tokens_are_a_part_of_the_head(self) -> None:
+        """A layer like the last one each, three norms, and a projection of what two layers give."""
+        untied = {**GPT, "untie_embeddings_and_output_weights": True}
+        plain, predicting = (model_from_arguments({**untied, "mtp_num_layers": depths}) for depths in (None, 2))
+        layer, head = plain.layers[-2], plain.layers[-1]
+        h = GPT["hidden_size"]
+        assert len(predicting.layers) == len(plain.layers)
+        more = predicting.layers[-1].parameters - head.parameters
+        assert more == 2 * (layer.parameters + 2 * h * h + 3 * 2 * h)
+        flops = 2 * (layer.token_flops + head.token_flops + 2 * 2 * h * h)
+        assert predicting.layers[-1].token_flops == head.token_flops + flops
+        assert predicting.layers[-1].kinds == (LayerKind.HEAD, *2 * (LayerKind.TRANSFORMER, LayerKind.HEAD))
+
     def test_letters_are_those_of_megatrons_layout(self) -> None:
-        assert model_from_arguments({**GPT, "mtp_num_layers": 1}).letters == "EttttmL"
-        assert preset("deepseek-v2-lite").letters == "E" + 27 * "t" + "L"
+        assert model_from_arguments({**GPT, "mtp_num_layers": 2}).letters == ("E", *"tttt", "mmL")
+        assert preset("deepseek-v2-lite").letters == ("E", *27 * "t", "L")
         with pytest.raises(ModelError, match="no letter for attention, mamba, mlp layers"):
             _ = preset("nemotron-h-8b").letters
 

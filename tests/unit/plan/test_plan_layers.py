@@ -25,8 +25,14 @@ class TestMegatronsLayout:
     def test_a_layout_in_and_out(self) -> None:
         text = "E|t*5|t*6|t,m,L"
         chunks = chunks_of_layout(text, 4)
-        assert chunks == (Chunk(0, 0, 1), Chunk(1, 1, 6), Chunk(2, 6, 12), Chunk(3, 12, 15))
-        assert layout_of(chunks, "E" + 12 * "t" + "mL") == text
+        assert chunks == (Chunk(0, 0, 1), Chunk(1, 1, 6), Chunk(2, 6, 12), Chunk(3, 12, 14))
+        assert layout_of(chunks, ["E", *12 * "t", "mL"]) == text
+
+    def test_what_predicts_further_tokens_is_a_part_of_the_head(self) -> None:
+        assert chunks_of_layout("Et|tm*3L", 2) == chunks_of_layout("Et|tL", 2) == (Chunk(0, 0, 2), Chunk(1, 2, 4))
+        for text in ("Et|tm|L", "Et|m|mL"):
+            with pytest.raises(PlanError, match="m and L must be in the same chunk, the last one"):
+                chunks_of_layout(text, 3)
 
     def test_interleaved_chunks_go_to_stages_in_turns(self) -> None:
         assert chunks_of_layout("Et|tt|t|L", 2) == (Chunk(0, 0, 2), Chunk(1, 2, 4), Chunk(0, 4, 5), Chunk(1, 5, 6))
@@ -88,6 +94,6 @@ class TestSplits:
 
     def test_megatrons_own_split(self) -> None:
         assert even_chunks(12, 3) == (Chunk(0, 0, 5), Chunk(1, 5, 9), Chunk(2, 9, 14))
-        assert even_chunks(4, 1, after=2) == (Chunk(0, 0, 7),)
+        assert even_chunks(4, 1) == (Chunk(0, 0, 6),)
         with pytest.raises(PlanError, match="13 layers can't be split evenly over 3 stages"):
             even_chunks(13, 3)

@@ -3,6 +3,9 @@
 Imports `notation` and `row`.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from megatron_resihp.integration.support.notation import (
     Rows,
     all_of,
@@ -15,7 +18,7 @@ from megatron_resihp.integration.support.notation import (
     unread,
     without,
 )
-from megatron_resihp.integration.support.row import Only
+from megatron_resihp.integration.support.row import Only, Together
 
 _FROM_ARGUMENTS = "training.argument_utils:core_transformer_config_from_args"
 _CAPTURED = "training.arguments:_normalize_cuda_graph_modules_args"
@@ -180,15 +183,34 @@ _GRAPHS: Rows = joined(
     ),
 )
 
+
+def _predicts_with_the_head(values: Mapping[str, Any]) -> bool:
+    """Whether all layers that predict further tokens are in the head's chunk, and the head has weights of its own."""
+    *before, _ = str(values["pipeline_model_parallel_layout"] or "").rsplit("|", 1)
+    others = values["defer_embedding_wgrad_compute"] or values.get("dataloader_inter_document_masking")
+    return bool(values["untie_embeddings_and_output_weights"]) and not ("m" in "".join(before) or others)
+
+
 _PREDICTING: Rows = joined(
-    refused(
+    tested(
+        "integration/test_predictions.py::test_deaths_and_plans_and_back",
         "mtp_num_layers",
-        "the last stage has a copy of the word embeddings then, which slices of state don't know",
+        condition=Together(
+            _predicts_with_the_head,
+            "use --untie-embeddings-and-output-weights, as Megatron gives a head that shares its weights others, too, "
+            "which nothing uses; let m and L be in the same chunk of --pipeline-model-parallel-layout; and leave "
+            "--defer-embedding-wgrad-compute and --dataloader-inter-document-masking out, which no test holds with it",
+        ),
     ),
-    without(
-        "mtp_num_layers",
-        "core.transformer.multi_token_prediction:MultiTokenPredictionBlock",
-        "mtp_loss_scaling_factor mtp_use_repeated_layer mtp_detach_heads",
+    tested("integration/test_predictions.py::test_deaths_and_plans_and_back", "mtp_loss_scaling_factor"),
+    refused(
+        "mtp_use_repeated_layer",
+        "random streams and costs take each prediction for a layer of its own",
+        "leave it out, and each further token is predicted by a layer of its own",
+    ),
+    refused(
+        "mtp_detach_heads",
+        "gradients of predictions are clipped by a norm of their own, and a step is agreed on with one norm",
     ),
 )
 

@@ -91,7 +91,8 @@ def test_a_common_command_line_is_taken(check: Check) -> None:
     "command",
     [
         "--expert-model-parallel-size 2", "--moe-expert-capacity-factor 1", "--context-parallel-size 2",
-        "--use-megatron-fsdp", "--use-torch-fsdp2", "--mtp-num-layers 1", "--fp8-format hybrid", "--enable-cuda-graph",
+        "--use-megatron-fsdp", "--use-torch-fsdp2", "--fp8-format hybrid", "--enable-cuda-graph",
+        "--mtp-use-repeated-layer", "--mtp-detach-heads",
         "--cuda-graph-impl local", "--cuda-graph-modules full_iteration",
         "--step-batch-size-schedule 0:8", "--tp-comm-overlap",
         "--delay-wgrad-compute",

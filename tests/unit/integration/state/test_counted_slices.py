@@ -17,7 +17,7 @@ from megatron_resihp.integration.state.slice_state import (
 from megatron_resihp.integration.world.slice_shares import SliceShares
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica
 
-LAYERS = (Chunk(0, 0, 3),)
+LAYERS = (Chunk(0, 0, 2), Chunk(0, 2, 3))
 PLAN = ParallelPlan((Replica(((0,),), (0, 1), LAYERS), Replica(((1, 2),), (2,), LAYERS)), {3: None})
 """One worker has all, two others a half each, and one is a standby without state."""
 CUT = ("embedding.word_embeddings.weight", "decoder.layers.0.mlp.weight", "output_layer.weight")
@@ -27,10 +27,14 @@ HELD = {0: slice(None), 1: slice(0, 4), 2: slice(4, 8)}
 
 
 def model_of(worker: int, masters: bool = False) -> list[torch.nn.Module]:
-    """The same parameters and gradients on each worker, or its part of them."""
+    """The same parameters and gradients on each worker, or its part of them. The head is a chunk of its own."""
     torch.manual_seed(1)
+    return [chunk_of(worker, masters, *CUT[:2], WHOLE), chunk_of(worker, masters, CUT[2])]
+
+
+def chunk_of(worker: int, masters: bool, *names: str) -> torch.nn.Module:
     module = torch.nn.Module()
-    for name in (*CUT, WHOLE):
+    for name in names:
         kept = HELD[worker] if name in CUT else slice(None)
         whole, gradient = torch.randn(8, 3), torch.randn(8, 3) * (torch.rand(8, 3) < 0.5)
         parameter: Any = torch.nn.Parameter(whole[kept].clone())
@@ -41,7 +45,11 @@ def model_of(worker: int, masters: bool = False) -> list[torch.nn.Module]:
         module.register_parameter(name.replace(".", "/"), parameter)
     named = list(module.named_parameters())
     module.named_parameters = lambda: [(name.replace("/", "."), each) for name, each in named]  # type: ignore[assignment, method-assign]
-    return [module]
+    return module
+
+
+def parameters_of(worker: int) -> dict[str, torch.nn.Parameter]:
+    return {name: parameter for chunk in model_of(worker) for name, parameter in chunk.named_parameters()}
 
 
 def over_all(count: Any, tied_head: int | None = None, **options: Any) -> float:
@@ -49,7 +57,7 @@ def over_all(count: Any, tied_head: int | None = None, **options: Any) -> float:
 
 
 def test_all_is_counted_once() -> None:
-    parameters = [parameter for _, parameter in model_of(0)[0].named_parameters()]
+    parameters = list(parameters_of(0).values())
     squares = float(sum(parameter.detach().double().square().sum() for parameter in parameters))
     gradients: list[torch.Tensor] = [parameter.main_grad for parameter in parameters]  # type: ignore[attr-defined]
     assert over_all(counted_parameters_squared) == pytest.approx(squares, rel=1e-6)
@@ -66,7 +74,7 @@ def test_masters_are_what_counts_of_16_bit_parameters() -> None:
 def test_word_embeddings_that_are_the_head_too_are_counted_once() -> None:
     """Which of their two copies, which are equal in a job, does not matter."""
     untied, tied = over_all(counted_parameters_squared), over_all(counted_parameters_squared, tied_head=2)
-    parameters = dict(model_of(0)[0].named_parameters())
+    parameters = parameters_of(0)
     copies = [float(parameters[name].detach().square().sum()) for name in (CUT[0], CUT[2])]
     assert any(tied == pytest.approx(untied - copy, rel=1e-6) for copy in copies)
 

@@ -11,6 +11,7 @@ import torch
 from megatron.core.transformer.moe.moe_utils import get_updated_expert_bias
 from megatron.core.transformer.moe.router import TopKRouter
 
+from megatron_resihp.integration.state.extra_state import ExtraState
 from megatron_resihp.integration.state.expert_biases import (
     begin_counting,
     change_biases,
@@ -106,7 +107,8 @@ def test_megatron_itself_sums_only(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_step_changes_them_once_also_if_it_is_skipped(skipped: bool) -> None:
     model = chunk()
     runtime: Any = SimpleNamespace(
-        held=SimpleNamespace(live=trained(model), shards=(SHARD,), kept=None), progress=SimpleNamespace(stage=None),
+        held=SimpleNamespace(live=trained(model), shards=(SHARD,), kept=None, extra=ExtraState()),
+        progress=SimpleNamespace(stage=None),
         mode=SimpleNamespace(step=lambda optimizer: None, averaging=None),
     )  # fmt: skip
     runtime.held.live.optimizer.get_parameters = list

@@ -10,6 +10,7 @@ import torch
 
 from megatron_resihp.integration.state.parameter_slices import counted_by_megatron, pieces_of
 from megatron_resihp.plan import Shard
+from megatron_resihp.plan.slices import TIED
 
 
 def marked(rows: torch.Tensor) -> torch.nn.Parameter:
@@ -54,3 +55,32 @@ def test_offsets_of_heads_are_cut_with_them_and_counted_as_megatron_counts_them(
         assert torch.cat([piece.of(offsets).flatten() for piece in pieces]).tolist() == offsets.tolist()
         counted = [counted_by_megatron(each.slice, each.name, each.of(offsets), cuts, own_degree) for each in pieces]
         assert torch.cat(counted).tolist() == offsets[: 8 // own_degree].tolist()
+
+
+HEAD = 5
+"""Layers 1 to 4 are the decoder's."""
+
+
+def places(shard: Shard, predicts: bool, *names: str) -> dict[str, int]:
+    """The layer of each parameter of a chunk whose word embeddings are the head's, too, or are beside its weights."""
+    module = SimpleNamespace(
+        config=SimpleNamespace(mtp_num_layers=1 if predicts else None),
+        named_parameters=lambda: [(f"module.{name}", torch.nn.Parameter(torch.zeros(2))) for name in names],
+    )
+    return {piece.name: piece.slice.layer for piece in pieces_of([module], [shard], 1, HEAD)}
+
+
+def test_a_head_that_predicts_further_tokens_has_weights_of_its_own_beside_word_embeddings() -> None:
+    """Wherever the last decoder layer is, the norm behind it is with it, as in Megatron."""
+    last = ("decoder.layers.0.mlp.weight", "decoder.final_layernorm.weight")
+    head = ("embedding.word_embeddings.weight", "mtp.layers.0.eh_proj.weight", "output_layer.weight")
+    expected = {"mlp.weight": 4, "decoder.final_layernorm.weight": 4}
+    of_head = {"word_embeddings.weight": TIED, "mtp.layers.0.eh_proj.weight": HEAD, "output_layer.weight": HEAD}
+    assert places(Shard(4, 6, 0, 1), True, *last, *head) == expected | of_head
+    assert places(Shard(4, 5, 0, 1), True, *last) == expected
+    assert places(Shard(5, 6, 0, 1), True, *head) == of_head
+
+
+def test_a_head_that_shares_word_embeddings_has_no_others() -> None:
+    found = places(Shard(5, 6, 0, 1), False, "decoder.final_layernorm.weight", "output_layer.weight")
+    assert found == {"word_embeddings.weight": TIED, "decoder.final_layernorm.weight": HEAD}

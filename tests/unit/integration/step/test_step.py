@@ -31,7 +31,8 @@ def worker(checks: bool, others: float, *scalers: Any, counts_zeros: bool = Fals
         worker=3, epoch=1, view=SimpleNamespace(works=False, reports=False), orders=Orders(), change=None,
         job=SimpleNamespace(
             args=SimpleNamespace(
-                check_for_nan_in_loss_and_grad=checks, num_experts=None, log_num_zeros_in_grad=counts_zeros
+                check_for_nan_in_loss_and_grad=checks, num_experts=None, log_num_zeros_in_grad=counts_zeros,
+                mtp_num_layers=None,
             ),
             minutes=None,
         ),

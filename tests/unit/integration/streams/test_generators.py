@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import checkpoint, get_cuda_rng_tracker
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
 from megatron_resihp.integration.streams.generators import OP, Generators
-from megatron_resihp.integration.streams.patches import has_own_streams, wrap_forward_step, wrap_layer
+from megatron_resihp.integration.streams.patches import has_own_streams, wrap_forward_step, wrap_layer, wrap_prediction
 
 NAMES = ("model-parallel-rng", "data-parallel-rng", "expert-parallel-rng")
 Draw = tuple[torch.Tensor, ...]
@@ -106,7 +106,7 @@ class Layer(torch.nn.Module):
 
     def __init__(self, layer_number: int, sequence_parallel: bool) -> None:
         super().__init__()
-        self.layer_number = layer_number
+        self.layer_number, self.is_mtp_layer = layer_number, False
         self.config = SimpleNamespace(sequence_parallel=sequence_parallel)
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
@@ -167,3 +167,22 @@ def test_who_has_streams_of_its_own(dropout: float, megatrons: bool, own: bool) 
     )
     job: Any = SimpleNamespace(args=args, config=SimpleNamespace(resihp_megatron_random_streams=megatrons))
     assert has_own_streams(job) is own
+
+
+def test_predictions_of_further_tokens_draw_other_numbers_than_layers() -> None:
+    """Megatron counts their layers from 1, as the decoder's; each also embeds tokens, before its layer begins."""
+    generators = Generators(1234)
+    generators.begin_op(1, 0)
+    config = SimpleNamespace(sequence_parallel=False, num_layers=2)
+
+    def forward(layer: Any) -> Draw:
+        return draw()
+
+    def layer(number: int, predicts: bool) -> Any:
+        return SimpleNamespace(layer_number=number, is_mtp_layer=predicts, config=config, training=True)
+
+    run, embed = wrap_layer(generators, forward), wrap_prediction(generators, forward)
+    drawn = [run(layer(number, predicts)) for predicts in (False, True) for number in (1, 2)]
+    drawn += [embed(layer(number, True)) for number in (1, 2)]
+    assert len({tuple(numbers[0].tolist()) for numbers in drawn}) == len(drawn)
+    assert all(alike(run(layer(2, True)), drawn[3])) and all(alike(embed(layer(1, True)), drawn[4]))

@@ -75,6 +75,29 @@ def test_it_needs_neither_torch_nor_megatron() -> None:
     assert done.stdout.strip() == "set()"
 
 
+@pytest.mark.parametrize(
+    ("changed", "refused"),
+    [
+        ({}, False),
+        ({"pipeline_model_parallel_layout": "Et*2|(t|)*2t,m*2,L"}, False),
+        ({"pipeline_model_parallel_layout": "Ett|tm*2|L"}, True),
+        ({"untie_embeddings_and_output_weights": False}, True),
+        ({"defer_embedding_wgrad_compute": True}, True),
+        ({"dataloader_inter_document_masking": True}, True),
+    ],
+)
+def test_further_tokens_are_predicted_beside_a_head_with_weights_of_its_own(
+    changed: dict[str, object], refused: bool
+) -> None:
+    values = {
+        "mtp_num_layers": 2, "untie_embeddings_and_output_weights": True, "pipeline_model_parallel_layout": None,
+        "defer_embedding_wgrad_compute": False, "dataloader_inter_document_masking": False,
+    } | changed  # fmt: skip
+    line = TABLE["mtp_num_layers"].refusal(values, {}, {"mtp_num_layers": "--mtp-num-layers"})
+    assert (line is not None) == refused
+    assert TABLE["mtp_num_layers"].refusal(values | {"mtp_num_layers": None}, {}, {}) is None
+
+
 def test_each_refusal_says_why_and_what_to_do() -> None:
     for row in TABLE.values():
         assert row.supported or (row.why and row.instead), row.name

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_resihp.integration.ops.program_schedule import boundary_of
 from megatron_resihp.integration.world.heterogeneous import HeterogeneousView
-from megatron_resihp.integration.world.heterogeneous_groups import Sizes
+from megatron_resihp.integration.world.heterogeneous_groups import Sizes, layout_of_chunks
 from megatron_resihp.plan import Chunk, Migration, ParallelPlan, PlannedOp, Replica, Schedule
 from megatron_resihp.plan.schedule import EXPLICIT
 
@@ -88,3 +88,10 @@ def test_gradients_are_summed_at_the_end_and_in_megatrons_own_groups_overlap_aga
     wrapping.bucket_size = None
     sizes.restore()
     assert vars(wrapping) == own
+
+
+@pytest.mark.parametrize("chunks", [(Chunk(0, 0, 6),), (Chunk(0, 0, 2), Chunk(1, 2, 5), Chunk(0, 5, 6))])
+def test_megatron_takes_a_layout_of_chunks_whose_head_predicts_further_tokens(chunks: tuple[Chunk, ...]) -> None:
+    layout = layout_of_chunks(chunks, 6, 2)
+    assert not layout.validate_layer_layout(num_layers=4, mtp_num_layers=2), "a stage of their own"
+    assert [layer.name for layer in layout.layout[-1][0]][-3:] == ["mtp", "mtp", "loss"]

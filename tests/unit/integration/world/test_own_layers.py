@@ -22,6 +22,7 @@ def arguments(**changed: Any) -> Namespace:
         "account_for_loss_in_pipeline_split": False, "sequence_parallel": False,
         "untie_embeddings_and_output_weights": False, "data_parallel_size": 1,
         "virtual_pipeline_model_parallel_size": None, "microbatch_group_size_per_vp_stage": None,
+        "mtp_num_layers": None,
     }  # fmt: skip
     return Namespace(**(defaults | changed))
 
@@ -100,3 +101,11 @@ def test_a_stage_of_an_interleaved_pipeline_has_several_shards() -> None:
 def test_a_head_may_share_the_word_embeddings(untied: bool) -> None:
     own = own_layout(arguments(untie_embeddings_and_output_weights=untied))
     assert own.tied_head == (None if untied else 9)
+
+
+@pytest.mark.parametrize("layout", [None, "Et*3|tt|tt|tmmL"])
+def test_a_head_that_predicts_further_tokens_has_word_embeddings_beside_its_own_weights(layout: str | None) -> None:
+    own = own_layout(
+        arguments(untie_embeddings_and_output_weights=True, mtp_num_layers=2, pipeline_model_parallel_layout=layout)
+    )
+    assert own.tied_head == 9 and own.chunks[-1] == Chunk(3, 7 if layout is None else 8, 10)
