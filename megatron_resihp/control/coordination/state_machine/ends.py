@@ -77,6 +77,24 @@ class Ends:
             return ""
         return "" if reached >= job.train_iters else f"after iteration {reached} of {job.train_iters}"
 
+    def all_have_ended(self) -> list[Action]:
+        """End a job whose workers' scripts have come to their end, or have died."""
+        state = self._state
+        if state.phase is Phase.STARTING and state.job.shape is not None:
+            return self.end(exit_codes.FAILED, "the workers ended before the first iteration; see their logs")
+        if too_early := self.too_early():
+            return self.end(exit_codes.FAILED, f"the workers ended {too_early}; see their logs")
+        if state.ending.stop_signal:
+            return self.end(exit_codes.stopped_by(state.ending.stop_signal), state.ending.stop_reason)
+        return self.end(exit_codes.FINISHED, "finished")
+
+    def none_is_left(self) -> list[Action]:
+        """End a job without living workers: the last one has died, perhaps after others had brought it to its end."""
+        state = self._state
+        if state.done and state.job.trained and not self.too_early():
+            return self.all_have_ended()
+        return self.end(exit_codes.RETRY, "no worker survived")
+
     def end_if_stranded(self) -> list[Action]:
         """End a job whose workers wait at the start for others that have finished and never come."""
         state = self._state

@@ -130,7 +130,7 @@ class Epochs:
         if state.phase is not Phase.REPORTING:
             return []
         if not state.living:
-            return self._ends.end(exit_codes.RETRY, "no worker survived")
+            return self._ends.none_is_left()
         if state.living - set(reports.records):
             return []
         reports.links.note(state.epoch, reports.unreachable)

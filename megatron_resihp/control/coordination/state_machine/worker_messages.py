@@ -222,20 +222,10 @@ class WorkerMessages:
         state.reports.records.pop(worker, None)
         working = set(state.plan.working) if state.plan else state.living
         if state.done >= working - set(state.dead):
-            return self._all_have_ended()
+            return ends.all_have_ended()
         # No worker may wait for it any more: neither those that build an epoch with it nor those that reported.
         broken = self._epochs.break_epoch(f"worker {worker} finished", now) if waited_for else []
         return broken + self._epochs.decide(now) + ends.end_if_stranded()
-
-    def _all_have_ended(self) -> list[Action]:
-        state, ends = self._state, self._ends
-        if state.phase is Phase.STARTING and state.job.shape is not None:
-            return ends.end(exit_codes.FAILED, "the workers ended before the first iteration; see their logs")
-        if too_early := ends.too_early():
-            return ends.end(exit_codes.FAILED, f"the workers ended {too_early}; see their logs")
-        if state.ending.stop_signal:
-            return ends.end(exit_codes.stopped_by(state.ending.stop_signal), state.ending.stop_reason)
-        return ends.end(exit_codes.FINISHED, "finished")
 
     def failed(self, worker: int, error: str, code: int, now: float) -> list[Action]:
         """A worker's script has ended with an error."""

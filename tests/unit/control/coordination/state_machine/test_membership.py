@@ -564,6 +564,16 @@ class TestEnd:
         job.tell(ScriptEnded(1))
         assert only(End, job.tell(ScriptEnded(3))).code == 0
 
+    @pytest.mark.parametrize("trained", [True, False])
+    def test_the_last_worker_dies_on_its_way_out(self, trained: bool) -> None:
+        """Likewise, if it dies after all others have left; not if they left before they had trained."""
+        job = Job().start()
+        if trained:
+            job.tell(TrainingFinished(1, iteration=5))
+        for worker in (0, 1, 3):
+            job.tell(ScriptEnded(worker))
+        assert only(End, job.kill(2)).code == (0 if trained else exit_codes.RETRY)
+
     def test_a_worker_that_has_said_goodbye_ends_while_others_recover(self) -> None:
         """They build an epoch without it: nothing is wrong with that."""
         job = Job().start()
