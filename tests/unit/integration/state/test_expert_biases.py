@@ -11,7 +11,6 @@ import torch
 from megatron.core.transformer.moe.moe_utils import get_updated_expert_bias
 from megatron.core.transformer.moe.router import TopKRouter
 
-from megatron_resihp.integration.state.extra_state import ExtraState
 from megatron_resihp.integration.state.expert_biases import (
     begin_counting,
     change_biases,
@@ -20,6 +19,7 @@ from megatron_resihp.integration.state.expert_biases import (
     share_counts,
     sum_only,
 )
+from megatron_resihp.integration.state.extra_state import ExtraState
 from megatron_resihp.integration.state.shard import fill_shard, shard_tensors, states_of
 from megatron_resihp.integration.state.slice_state import (
     HostFiller,
