@@ -32,6 +32,9 @@ skipped = int(suite["skipped"])
 if skipped:
     print(f"{skipped} left out: a program is missing, or this is not root", file=sys.stderr)
 failed = int(suite["failures"]) + int(suite["errors"])
-print(json.dumps({"cases": int(suite["tests"]) - skipped, "failed": failed}))
+cases = int(suite["tests"]) - skipped
+print(json.dumps({"cases": cases, "failed": failed}))
+sys.exit(not cases)
 PYTHON
+(($? == 0 || code)) || code=1
 exit "$code"

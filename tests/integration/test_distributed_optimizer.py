@@ -203,7 +203,7 @@ def test_a_part_that_dies_with_its_copy_ends_the_job(jobs: Jobs) -> None:
     assert "a part of the optimizer's state of stage 0 TP rank 0 died with its copy" in job.output(), job.tails()
     assert {each.complete for each in job.summary.salvages} == {False}
     saved = [
-        load(job.run_dir / "emergency_checkpoint" / "iter_0000002" / f"worker_{worker}.pt")["tensors"]
+        load(next((job.run_dir / "emergency_checkpoint" / "iter_0000002").glob(f"worker_{worker}-*.pt")))["tensors"]
         for worker in (0, 3)
     ]
     # Of four parts they have three: their own, and the copies of 3's and 2's.

@@ -16,6 +16,7 @@ from test_logs import tensorboard_curves
 from test_plan_failures import are_heterogeneous
 from test_plans import EVERYTHING, PER_TOKEN, PREDICTIONS, explicit, one, stages
 
+from megatron_resihp.integration import releases
 from megatron_resihp.plan import Chunk, ParallelPlan
 
 NIGHTLY = pytest.mark.nightly
@@ -46,7 +47,7 @@ def check_predictions(found_in: Path, expected_in: Path) -> None:
     """Each loss, and each share of right predictions, in the step and since the start: once a step, and the same."""
     found, expected = tensorboard_curves(found_in), tensorboard_curves(expected_in)
     tags = [tag for tag in expected if tag.startswith("mtp")]
-    assert len(tags) == 6
+    assert len(tags) == PREDICTIONS["mtp_num_layers"] * len(releases.current().prediction_metrics)
     for tag in tags:
         assert [step for step, _ in found[tag]] == [step for step, _ in expected[tag]] == list(range(1, 12)), tag
         assert [value for _, value in found[tag]] == pytest.approx([value for _, value in expected[tag]], rel=1e-5), tag

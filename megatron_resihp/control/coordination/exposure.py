@@ -47,7 +47,7 @@ def exposure(shape: JobShape, workers: int, pipeline_last: bool, fewest: int = 0
     nodes, alone = _fatal(shape, workers, pipeline_last)
     mend = _mend(shape, workers, pipeline_last) if nodes or alone else None
     losses = {"worker": 1, "node": shape.workers_per_node}
-    too_few = next((name for name, lost in losses.items() if workers - lost < fewest), None)
+    too_few = next((name for name, lost in losses.items() if workers - lost < fewest), None) if fewest > 1 else None
     return Exposure(nodes, alone, mend, _idle(shape, workers), too_few)
 
 

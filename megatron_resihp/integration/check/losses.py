@@ -121,7 +121,7 @@ def outlook(job: JobDescription, size: JobSize, arguments: Mapping[str, Any], fe
         known = KnownJob.of(job, dict(arguments))
         cost = cost_of_job(known, size.slots, size.workers_per_node, job.chunks, None)
         first, after, changing = _memory(full, following, cost.model, cost.training)
-        sent = _sent(job, shape, size, cost.model, cost.training) if size.nodes > 1 else None
+        sent = _sent(job, shape, size, cost.model, cost.training, fewest) if size.nodes > 1 else None
     except (UnknownCost, PlanError) as error:
         return Outlook(said, without, unknown=str(error))
     capacity = None if job.device_memory is None else usable(job.device_memory, job.memory_reserve)
@@ -140,11 +140,11 @@ def _single_losses(plan: ParallelPlan, size: JobSize) -> Iterator[tuple[str, fro
             yield name, lost
 
 
-def _sent(job: JobDescription, shape: JobShape, size: JobSize, model: Model, training: Training) -> Sent:
+def _sent(job: JobDescription, shape: JobShape, size: JobSize, model: Model, training: Training, fewest: int) -> Sent:
     shapes = [replace(shape, spread_replicas=spread) for spread in (False, True)]
     plans = [spelled_out(initial_plan(each, size.workers, job.pipeline_last), job.chunks) for each in shapes]
     unspread, spread = (crossing(plan, model, training, shape.node_of) for plan in plans)
-    losses = in_words(size.nodes, exposure(shapes[1], size.workers, job.pipeline_last))
+    losses = in_words(size.nodes, exposure(shapes[1], size.workers, job.pipeline_last, fewest), fewest)
     return Sent(job.spread_replicas, unspread, spread, None if plans[0] == plans[1] else losses)
 
 

@@ -45,10 +45,10 @@ def run(namespace: argparse.Namespace) -> int:
     if newest is None or (loadable is not None and loadable[1] >= newest.iteration):
         if loadable is None:
             return _fail(f"{run_dir / DIRECTORY} holds nothing that survivors have saved whole")
-        print(f"the state after iteration {loadable[1]:,} can be loaded with {' '.join(flags(loadable[0]))}")
-        return 0
+        return _say_loadable(*loadable)
     if gaps := newest.gaps:
-        return _fail(_what_is_missing(newest, gaps, groups[1:]))
+        code = _fail(_what_is_missing(newest, gaps, groups[1:]))
+        return code if loadable is None else _say_loadable(*loadable)
     if problem := missing(["torch", "megatron.core"]):
         return _fail(problem)
     return _join(newest, run_dir / DIRECTORY / JOINED)
@@ -70,6 +70,11 @@ def _join(group: Group, directory: Path) -> int:
             return _fail(f"can't join what survivors have saved: {type(error).__name__}: {error}")
     how = " ".join(flags(directory))
     print(f"joined {len(group.files)} files: the state after iteration {group.iteration:,} can be loaded with {how}")
+    return 0
+
+
+def _say_loadable(directory: Path, iteration: int) -> int:
+    print(f"the state after iteration {iteration:,} can be loaded with {' '.join(flags(directory))}")
     return 0
 
 

@@ -72,7 +72,7 @@ class Parameter:
 
     Attributes:
         places: none where it could not be told.
-        ranges: elements of the flattened parameter.
+        ranges: elements of the flattened parameter; none: the worker holds it, but no state that is current.
         kinds: what the file has of each of these ranges: PARAM, MASTER, and names of the optimizer's state.
     """
 
@@ -112,6 +112,11 @@ class Contents:
     held: tuple[Shard, ...]
     parameters: dict[str, Parameter]
     why_not: str = ""
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether any of its optimizer's state is here. If not, what the optimizer counts may be old."""
+        return any(set(each.kinds) - {PARAM} for each in self.parameters.values())
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,10 @@ Found = dict[str, dict[Range, Kinds]]
 """For each parameter by name, and for each range of its elements, what there is of it by kind."""
 
 
-def write_parameters(runtime: Runtime, order: EmergencyCheckpointOrder, path: Path, replace: Replace) -> None:
+def write_parameters(runtime: Runtime, order: EmergencyCheckpointOrder, path: Path, replace: Replace) -> str:
     """Write this worker's part of an order, once it has taken the committed step; asks no other worker.
+
+    Returns why it can't be joined with others' parts; empty: it can.
 
     Args:
         path: of the file of tensors.
@@ -52,7 +54,7 @@ def write_parameters(runtime: Runtime, order: EmergencyCheckpointOrder, path: Pa
     where, why_not = _places(runtime)
     named = {f"{chunk}/{name}": parameter for chunk, module in enumerate(held.live.model)
              for name, parameter in module.named_parameters()}  # fmt: skip
-    found = _whole(runtime, shards, named) if kept is None else _parts(held.live, kept)
+    found = _whole(runtime, shards, named) if kept is None else _parts(held.live, kept, where, named)
     parameters = {}
     for name, ranges in found.items():
         parameters[name] = _described(named[name], where.parameters.get(id(named[name]), ()), ranges)
@@ -69,6 +71,7 @@ def write_parameters(runtime: Runtime, order: EmergencyCheckpointOrder, path: Pa
     replace(path, lambda aside: torch.save(saved, aside))
     text = json.dumps(encode(contents), indent=1) + "\n"
     replace(path.with_suffix(".json"), lambda aside: aside.write_text(text))
+    return why_not
 
 
 def _places(runtime: Runtime) -> tuple[Placed, str]:
@@ -97,14 +100,17 @@ def _whole(runtime: Runtime, shards: tuple[Shard, ...], named: Mapping[str, torc
     }  # fmt: skip
 
 
-def _parts(trained: Trained, kept: Kept) -> Found:
-    """What this worker has of a distributed optimizer, its own part and the copy. Parameters are masters, rounded."""
+def _parts(trained: Trained, kept: Kept, where: Placed, named: Mapping[str, torch.nn.Parameter]) -> Found:
+    """What this worker has of a distributed optimizer, its own part and the copy. Parameters are masters, rounded.
+
+    Those of which it has nothing are named, too: somebody else must have them.
+    """
     part = {**(own_part(trained) if kept.owns else {}), **(kept.copy.part if kept.copy is not None else {})}
-    found: Found = {}
-    for where, entry in part.items():
+    found: Found = {name: {} for name, each in named.items() if id(each) in where.parameters}
+    for at, entry in part.items():
         kinds = {MASTER if kind == optimizer_shards.MASTER else kind: _copied(tensor)
                  for kind, tensor in entry.tensors.items() if tensor.dim()}  # fmt: skip
-        found.setdefault(where.name, {})[where.start, where.end] = kinds
+        found.setdefault(at.name, {})[at.start, at.end] = kinds
     return found
 
 

@@ -85,8 +85,8 @@ class Scratch:
 
 def _write(group: Group, target: Path, scratch: Scratch) -> None:
     saved = {path: torch.load(path, mmap=True, weights_only=False) for path in group.files}
-    # Of a worker that kept nothing of a distributed optimizer, what all have alike may be old.
-    first = next(each for path, each in saved.items() if group.files[path].parameters)
+    # What all have alike may be old on a worker that kept nothing of a distributed optimizer.
+    first = saved[max(group.files, key=lambda path: group.files[path].has_optimizer)]
     shared = TYPE in first["metadata"]
     tensors = (each for whole in _whole_parameters(group, saved, scratch) for each in _tensors(whole, shared))
     objects = {each.unique_key: replace(each, replica_id=0) for one in saved.values() for each in one["objects"]}

@@ -38,31 +38,35 @@ def write_emergency_checkpoint(runtime: Runtime, order: EmergencyCheckpointOrder
     if not order.part_of(runtime.worker) or order.commit is None:
         return
     directory = Path(os.environ[RUN_DIR]) / DIRECTORY
-    path = write_state(runtime, order, directory)
+    path, problem = write_state(runtime, order, directory)
     last = by_stage(runtime, order) and runtime.control.channel.count("saved") == len(order.writers)
     if last and not order.missing:
         # Only when all shards are there may a later start find them.
         name_latest(directory, order.commit.iteration)
     runtime.control.event(EmergencyCheckpoint(
-        iteration=order.commit.iteration, path=str(path), complete=not order.missing,
+        iteration=order.commit.iteration, path=str(path), complete=not order.missing and not problem,
         missing=runtime.job.own.coordinates_in(order.missing),
     ))  # fmt: skip
     runtime.control.tell(EmergencyCheckpointWritten(runtime.worker))
 
 
-def write_state(runtime: Runtime, order: EmergencyCheckpointOrder, directory: Path) -> Path:
-    """Write what this worker holds, once it has taken the committed step; asks no other worker."""
+def write_state(runtime: Runtime, order: EmergencyCheckpointOrder, directory: Path) -> tuple[Path, str]:
+    """Write what this worker holds, once it has taken the committed step; asks no other worker.
+
+    Returns the file, and why it can't be joined with others' files; empty: it can, or Megatron loads it as it is.
+    """
     runtime.setup.sizes.restore()
     _count_after_step(runtime, order)
     # A broken iteration has changed it, or this worker doesn't run forward passes.
     put_back(bearers_of(runtime.held.live.model, runtime.held.shards), runtime.held.extra.current)
     coordinate = runtime.held.coordinate
     if by_stage(runtime, order) and coordinate is not None:
-        path = _save_shard(runtime, order, coordinate, directory)
+        path, problem = _save_shard(runtime, order, coordinate, directory), ""
     else:
-        path = _save_parameters(runtime, order, directory)
-    print(f"resihp: worker {runtime.worker} saved {path}", file=sys.stderr, flush=True)
-    return path
+        path, problem = _save_parameters(runtime, order, directory)
+    but = f", which can't be joined with others' files: {problem}" if problem else ""
+    print(f"resihp: worker {runtime.worker} saved {path}{but}", file=sys.stderr, flush=True)
+    return path, problem
 
 
 def by_stage(runtime: Runtime, order: EmergencyCheckpointOrder) -> bool:
@@ -105,11 +109,12 @@ def _save_shard(runtime: Runtime, order: EmergencyCheckpointOrder, coordinate: C
     return path
 
 
-def _save_parameters(runtime: Runtime, order: EmergencyCheckpointOrder, directory: Path) -> Path:
+def _save_parameters(runtime: Runtime, order: EmergencyCheckpointOrder, directory: Path) -> tuple[Path, str]:
     assert order.commit is not None
-    path = directory / f"iter_{order.commit.iteration:07d}" / f"worker_{runtime.worker}.pt"
-    write_parameters(runtime, order, path, _replace)
-    return path
+    # Another run in the same directory may have left a state of the same iteration.
+    name = f"worker_{runtime.worker}-{runtime.job.run}.pt"
+    path = directory / f"iter_{order.commit.iteration:07d}" / name
+    return path, write_parameters(runtime, order, path, _replace)
 
 
 def _random_states() -> dict[str, Any]:

@@ -7,6 +7,7 @@ for ever, and the agent ends a worker that hangs. May import megatron and this p
 
 import os
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -102,6 +103,8 @@ def _what_was_saved(
         shards = tuple((each.stage, each.tp_rank) for each in lacking)
         return LastSave(iteration, decision.directory, shards, time.time())
     path = base / decision.directory / f"iter_{iteration:07d}"
+    with tempfile.TemporaryFile(dir=path):
+        pass  # NFS looks at a directory again once this host has changed it.
     written = [group for group in found_groups(base) if group.is_of(runtime.job.run, order.epoch, path)]
     gaps = written[0].gaps if written else ("anything",)
     return LastSave(iteration, decision.directory, (), time.time(), by_parameter=True, gaps=gaps)

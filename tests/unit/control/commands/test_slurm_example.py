@@ -29,10 +29,11 @@ COMMANDS = {
     # The example hands its job over.
     "sbatch": 'while [[ $1 == --* ]]; do shift; done; exec bash "$@"',
     # As SLURM does for the task on the second node.
-    "srun": 'while [[ $1 == --* ]]; do shift; done; SLURM_NODEID=1 "$@"; exit ${SRUN_CODE:-0}',
+    "srun": 'while [[ $1 == --* ]]; do shift; done; SLURM_NODEID=1 "$@"; echo "task: $?" >&2; exit ${SRUN_CODE:-0}',
     "resihp": "if [[ $1 == checkpoint || $1 == emergency ]]; then "
     f'[[ -z ${{SAVED:-}} ]] || {sys.executable} -m megatron_resihp.cli "$@"; '
-    'exit; fi; printf "%s\\n" "$@"; [[ -z ${JOB_CODE:-} ]] || echo "$JOB_CODE" > "$RUN_DIR/exit_code"',
+    'exit; fi; printf "%s\\n" "$@"; eval "${LAUNCH:-}"; '
+    '[[ -z ${JOB_CODE:-} ]] || echo "$JOB_CODE" > "$RUN_DIR/exit_code"',
     "timeout": "",  # the first node is there
     "sleep": "",
 }
@@ -112,6 +113,13 @@ def test_it_is_queued_again_where_that_helps(tmp_path: Path, variables: dict[str
     done = run(tmp_path, **variables)
     assert done.returncode == code, done.stderr
     assert ("scontrol requeue 7" in done.stdout) == again
+
+
+def test_a_signal_of_slurm_ends_no_task_before_its_launcher(tmp_path: Path) -> None:
+    """Slurm signals all processes of a step. The launcher takes its time to save, and its code is the task's."""
+    saving = "kill -s USR1 $PPID; echo saved; exit 138"
+    done = run(tmp_path, LAUNCH=saving)
+    assert "saved" in done.stdout and "task: 138" in done.stderr, done.stderr
 
 
 def test_it_knows_the_names_that_the_launcher_uses() -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Final
@@ -52,27 +53,49 @@ class Found:
 def explore(scope: Scope, most: int) -> Found:
     """Meet every state, up to so many, those that take the fewest happenings first.
 
+    If there are no more, every one of them has to lead to an end without another fault.
+
     Raises:
         Violation: with a shortest way to it.
     """
     start, job = time.monotonic(), ModelJob(scope)
     first = job.first()
     came_from: dict[Job, Job | None] = {first: None}
-    waiting = deque([first])
-    transitions = ends = 0
+    waiting, ends = deque([first]), list[Job]()
+    transitions = 0
+    before = defaultdict[Job, list[Job]](list)
     while waiting and len(came_from) < most:
         state = waiting.popleft()
         try:
             deeds, faults = job.next(state)
         except Violation as error:
             raise Violation(f"{error}; after:\n{_way(job, came_from, state)}") from None
-        ends += not deeds
+        if not deeds:
+            ends.append(state)
         transitions += len(deeds) + len(faults)
+        for _, after in deeds:
+            before[after].append(state)
         for _, after in (*deeds, *faults):
             if after not in came_from:
                 came_from[after] = state
                 waiting.append(after)
-    return Found(len(came_from), transitions, ends, job.coordinator_states, time.monotonic() - start, not waiting)
+    if not waiting and (stuck := came_from.keys() - _lead_to(ends, before)):
+        nearest = next(state for state in came_from if state in stuck)
+        raise Violation(f"the job can't end without another fault; after:\n{_way(job, came_from, nearest)}")
+    seconds = time.monotonic() - start
+    return Found(len(came_from), transitions, len(ends), job.coordinator_states, seconds, not waiting)
+
+
+def _lead_to(ends: Iterable[Job], before: Mapping[Job, list[Job]]) -> set[Job]:
+    """The states from which one of these can be reached."""
+    found = set(ends)
+    waiting = list(found)
+    while waiting:
+        for state in before.get(waiting.pop(), ()):
+            if state not in found:
+                found.add(state)
+                waiting.append(state)
+    return found
 
 
 def _way(job: ModelJob, came_from: dict[Job, Job | None], state: Job) -> str:

@@ -74,6 +74,13 @@ def test_elements_of_a_distributed_optimizer_are_counted(
     assert gaps_in(files) == gaps
 
 
+def test_a_parameter_whose_state_nobody_has_is_missed() -> None:
+    """The owner of its part has died with the copy; a standby names the parameter all the same."""
+    standby = replace(parameter(ranges=()), kinds=())
+    [gap] = gaps_in([contents(4, Shard(0, LAYERS, 0, 1), standby)])
+    assert gap == "24 elements of the optimizer's state of layers 0–2"
+
+
 def test_a_file_that_can_t_be_joined_says_why() -> None:
     odd = replace(contents(1, Shard(0, LAYERS, 0, 1)), why_not="ValueError: odd")
     assert gaps_in([odd]) == ("what worker 1 holds (ValueError: odd)",)
@@ -132,6 +139,17 @@ def test_what_can_be_loaded_already_is_not_joined_again(
     (joined / TRACKER).write_text(str(iteration))
     assert call(tmp_path) == 0
     assert capsys.readouterr().out == f"the state after iteration {iteration} can be loaded with --load {joined}\n"
+
+
+def test_what_can_be_loaded_is_named_beside_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    joined = tmp_path / DIRECTORY / JOINED
+    write(tmp_path, contents(2, Shard(0, 2, 0, 1)))
+    joined.mkdir()
+    (joined / TRACKER).write_text("5")
+    assert call(tmp_path) == 0
+    said = capsys.readouterr()
+    assert said.out == f"the state after iteration 5 can be loaded with --load {joined}\n"
+    assert "of the state after iteration 7 no file holds: layer 2" in said.err
 
 
 def test_a_directory_without_a_saved_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

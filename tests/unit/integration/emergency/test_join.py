@@ -42,14 +42,16 @@ def gated_place(part: int, rank: int, degree: int) -> Place:
     return Place(f"fc1.{part}", view, (1, ROWS // 2, COLUMNS), (0, 0, rank * columns), (1, 1, degree), 1, False)
 
 
-def save(run_dir: Path, worker: int, shard: Shard, dtype: str, ranges: dict[Range, Kinds], **metadata: str) -> None:
+def save(
+    run_dir: Path, worker: int, shard: Shard, dtype: str, ranges: dict[Range, Kinds], step: int = 7, **metadata: str
+) -> None:
     degree = shard.tp_degree
     places = tuple(gated_place(part, shard.tp_rank, degree) for part in range(2))
     kinds = tuple({kind for found in ranges.values() for kind in found})
     parameter = Parameter(dtype, (ROWS, COLUMNS // degree), places, tuple(ranges), kinds)
     path = run_dir / DIRECTORY / "iter_0000007" / f"worker_{worker}.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
-    common = {"iteration": 7, "optimizer": {"param_groups": [{"step": 7}]}}
+    common = {"iteration": 7, "optimizer": {"param_groups": [{"step": step}]}}
     torch.save({"tensors": {"0/fc1": ranges}, "objects": [], "metadata": metadata, "common": common}, path)
     contents = Contents(worker, "3fa8", 1, 7, 28, 1, (shard,), {"0/fc1": parameter})
     path.with_suffix(".json").write_text(json.dumps(encode(contents)))
@@ -101,6 +103,18 @@ def test_ranges_of_a_distributed_optimizer_are_put_together(tmp_path: Path, dtyp
     check(found, "optimizer.state.param.", whole("master"))
     check(found, "optimizer.state.exp_avg.", whole("exp_avg"))
     assert len(found) == 6
+
+
+def test_steps_are_counted_by_a_worker_that_has_taken_them(tmp_path: Path) -> None:
+    """A standby without a part of the distributed optimizer's state has other tensors, and has counted none."""
+    from megatron.core.dist_checkpointing import load_common_state_dict
+
+    save(tmp_path, 10, Shard(0, 1, 0, 1), "float32", {(0, 48): {"param": whole("param").flatten()}}, step=0)
+    kinds = {kind: whole(kind).flatten() for kind in ("master", "exp_avg")}
+    save(tmp_path, 2, Shard(0, 1, 0, 1), "float32", {(0, 48): kinds}, **SHARED)
+    joined(tmp_path)
+    [path] = (tmp_path / DIRECTORY / JOINED).glob("iter_*")
+    assert load_common_state_dict(str(path))["optimizer"]["param_groups"][0]["step"] == 7
 
 
 @pytest.mark.parametrize(("metadata", "key"), [({}, "fp32_param"), (SHARED, "param")], ids=["whole", "distributed"])
