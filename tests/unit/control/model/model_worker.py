@@ -42,7 +42,7 @@ Did = tuple[Worker, Said]
 
 def counters_before(iteration: int) -> dict[str, Any]:
     """Megatron's counters at the start of an iteration."""
-    return {"iteration": iteration - 1, "totals": {}}
+    return {"iteration": iteration - 1, "totals": {}, "predicted": {}}
 
 
 def outcome_of(epoch: int, iteration: int) -> Outcome:
