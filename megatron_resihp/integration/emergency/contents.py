@@ -160,7 +160,7 @@ def gaps_in(files: Sequence[Contents]) -> tuple[str, ...]:
     held = {each.worker: each.held for each in usable}
     layers = max((each.layers for each in usable), default=0)
     found += [words_of(shard) for shard in lacking(held, layers)] if held else []
-    return tuple(found) if found else (*_gaps_in_parameters(usable), *_gaps_in_tensors(usable))
+    return tuple(found) or tuple(_gaps_in_parameters(usable)) or tuple(_gaps_in_tensors(usable))
 
 
 def words_of(shard: Shard) -> str:
