@@ -69,7 +69,9 @@ def check_step(worker: Worker, seats: Sequence[Seat], dead: frozenset[int]) -> N
             raise Violation(f"workers {worker.id} and {other.id} took unlike steps: {worker.steps}, {other.steps}")
 
 
-def check_end(end: End, known: Known, seats: Sequence[Seat], own: tuple[Chunk, ...], iterations: int) -> None:
+def check_end(
+    end: End, published: Published, known: Known, seats: Sequence[Seat], own: tuple[Chunk, ...], iterations: int
+) -> None:
     """A job that is finished has taken all steps, and no other could have gone on.
 
     A script ends once all working members have made the call after train(), so all have saved what was to be saved.
@@ -78,7 +80,9 @@ def check_end(end: End, known: Known, seats: Sequence[Seat], own: tuple[Chunk, .
     done = [worker for worker in workers if worker.id in known.done and len(worker.steps or ()) == iterations]
     living = [worker for worker in workers if worker.mode is not Mode.DONE and worker.id not in known.dead]
     if end.code == exit_codes.FINISHED:
-        if not done or any(worker.works and worker.id in known.living for worker in living):
+        decision = published.decisions[-1].value
+        working = decision.plan.working if isinstance(decision, EpochPlan) else known.living
+        if not done or any(worker.id in working and worker.id in known.living for worker in living):
             raise Violation("the job is finished before its workers are")
         return
     held = {worker.id: worker.shards for worker in living}

@@ -161,7 +161,7 @@ class ModelJob:
             checks.check_go(epoch, published, seats, self.coordinator.own)
             published = published._replace(begun=published.begun | {epoch})
         if reaction.end is not None:
-            checks.check_end(reaction.end, known, seats, self.coordinator.own, self.scope.iterations)
+            checks.check_end(reaction.end, published, known, seats, self.coordinator.own, self.scope.iterations)
         return (job[0], self._published.of(published), *job[2:])
 
     # ---- what workers do

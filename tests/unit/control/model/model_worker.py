@@ -74,8 +74,13 @@ def _said(*messages: Message) -> Said:
     return tuple(map(Frozen, messages))
 
 
-def _stepped(worker: Worker, outcome: Outcome) -> tuple[int, ...]:
-    """Its steps with that of its iteration, which takes gradients of just the state before it."""
+def _stepped(worker: Worker, outcome: Outcome) -> tuple[int, ...] | None:
+    """Its steps with that of its iteration, which takes gradients of just the state before it.
+
+    A standby that holds nothing steps nothing.
+    """
+    if worker.steps is None and not worker.works:
+        return None
     if worker.steps is None or len(worker.steps) != worker.iteration - 1:
         raise Violation(f"worker {worker.id} takes step {worker.iteration} on top of {worker.steps}")
     return (*worker.steps, outcome.epoch)
