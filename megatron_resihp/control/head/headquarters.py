@@ -126,6 +126,10 @@ class Headquarters:
         except StoreError as error:
             self._on_end(Ending(exit_codes.REFUSED, str(error)))
             return
+        except Exception as error:
+            traceback.print_exc()
+            self._on_end(Ending(exit_codes.RETRY, _failed(error)))
+            return
         try:
             self._coordinator(store).run()
         except StoreError as error:
@@ -133,7 +137,7 @@ class Headquarters:
                 self._on_end(Ending(exit_codes.RETRY, f"the coordinator is cut off: {error}"))
         except Exception as error:
             traceback.print_exc()
-            self._end(store, f"the coordinator failed: {type(error).__name__}: {error}")
+            self._end(store, _failed(error))
 
     def _end(self, store: TcpStore, reason: str) -> None:
         """In the place of a coordinator that has failed, again while survivors were to write what they hold."""
@@ -167,3 +171,7 @@ class Headquarters:
     def _tell_stalls(self, stalls: Iterable[Stall]) -> None:
         for stall in stalls:
             self._bus.publish(stamped(stall, time.time()))
+
+
+def _failed(error: Exception) -> str:
+    return f"the coordinator failed: {type(error).__name__}: {error}"

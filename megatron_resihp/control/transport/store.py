@@ -11,6 +11,7 @@ import errno
 import os
 import socket
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final, Protocol, Self
 
@@ -291,7 +292,8 @@ def _torch_store(host: str, port: int, **options: Any) -> Any:
         raise StoreError(f"no store answers at {Address(host, port)} ({_first_line(error)})") from error
     raw.set_timeout(TORCH_TIMEOUT)
     for connection in linux.own_connections_to(raw.port):
-        keep_alive(connection)
+        with suppress(OSError):  # another thread's, which that has closed meanwhile
+            keep_alive(connection)
     return raw
 
 

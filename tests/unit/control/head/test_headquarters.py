@@ -63,3 +63,15 @@ def test_a_coordinator_that_is_cut_off_from_the_store_ends_the_job(
     assert (ending.code, ending.reason) == (exit_codes.RETRY, "the coordinator is cut off: the connection is lost")
     made.close(ending, HEARD_S)
     assert events.get(timeout=HEARD_S).name == "run_finished"
+
+
+def test_a_coordinator_that_can_t_open_its_store_ends_the_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    def open_store(self: Headquarters) -> None:
+        raise OSError(9, "Bad file descriptor")
+
+    monkeypatch.setattr(Headquarters, "_open", open_store)
+    made, _, _, ends = headquarters(ZeroDivisionError("not reached"), monkeypatch, tmp_path)
+    ending = ends.get(timeout=HEARD_S)
+    assert (ending.code, ending.agreed) == (exit_codes.RETRY, False)
+    assert ending.reason == "the coordinator failed: OSError: [Errno 9] Bad file descriptor"
+    made.close(ending, HEARD_S)

@@ -97,6 +97,16 @@ def test_the_kernel_watches_both_ends(served: TcpStore) -> None:
             assert _watched(end)
 
 
+def test_a_connection_that_another_thread_has_closed_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent tries whether the store of its own process answers, while that is opened."""
+    gone = socket.socket()
+    gone.close()
+    monkeypatch.setattr(linux, "own_connections_to", lambda port: iter([gone]))
+    store = serve("127.0.0.1")
+    store.set(keys.RUN, "this run")
+    store.close()
+
+
 def _watched(end: socket.socket) -> bool:
     within_ms = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
     return end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1 and within_ms == 1000 * SILENT_S
