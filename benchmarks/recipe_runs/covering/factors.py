@@ -144,6 +144,7 @@ FORBIDDEN: Final = (
         "experts that tensor parallelism cuts have no biases",
     ),
     Forbidden({"attention": ["latent"], "norm of heads": ["l2"]}, "latent attention has no such norm"),
+    Forbidden({"attention": ["latent"], "positions": ["yarn"]}, "latent attention has yarn of its own"),
     Forbidden({"predictions": ["two"], "positions": ["learnt", "yarn"]}, "further predictions need rope or nothing"),
     Forbidden({"predictions": ["two"], "grid": ["layout"]}, "this layout has no place for further predictions"),
     Forbidden({"predictions": ["two"], "embeddings": ["tied"]}, "further predictions need a head with its own weights"),
