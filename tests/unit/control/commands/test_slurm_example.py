@@ -117,9 +117,9 @@ def test_it_is_queued_again_where_that_helps(tmp_path: Path, variables: dict[str
 
 def test_a_signal_of_slurm_ends_no_task_before_its_launcher(tmp_path: Path) -> None:
     """Slurm signals all processes of a step. The launcher takes its time to save, and its code is the task's."""
-    saving = "kill -s USR1 $PPID; echo saved; exit 138"
+    saving = f"kill -s USR1 $PPID; echo saved; exit {exit_codes.RETRY}"
     done = run(tmp_path, LAUNCH=saving)
-    assert "saved" in done.stdout and "task: 138" in done.stderr, done.stderr
+    assert "saved" in done.stdout and f"task: {exit_codes.RETRY}" in done.stderr, done.stderr
 
 
 def test_it_knows_the_names_that_the_launcher_uses() -> None:
