@@ -90,7 +90,10 @@ FACTORS: Final[Mapping[str, Mapping[str, str]]] = {
         "in groups": f"{_EXPERTS} --moe-router-num-groups 4 --moe-router-group-topk 2 "
         "--moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2 --moe-router-dtype fp32",
         "biased": f"{_EXPERTS} --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
-        "with capacity": f"{_EXPERTS} --moe-expert-capacity-factor 1.5 --moe-token-dispatcher-type alltoall",
+        "with capacity": f"{_EXPERTS} --moe-expert-capacity-factor 0.75 --moe-token-drop-policy position "
+        "--moe-pad-expert-input-to-capacity --moe-token-dispatcher-type alltoall",
+        "evened out": "--num-experts 8 --moe-router-topk 1 --moe-ffn-hidden-size 64 "
+        "--moe-router-load-balancing-type sinkhorn",
     },
     # Only a head with weights of its own predicts further tokens, so that flag is a part of the value.
     "predictions": {"one": "", "two": "--mtp-num-layers 1 --untie-embeddings-and-output-weights"},

@@ -17,6 +17,7 @@ from megatron_resihp.integration.patches import (
     parameter_gather,
     parameter_kinds,
     replica_checks,
+    router_parts,
     schedule,
     startup,
 )
@@ -28,6 +29,7 @@ from megatron_resihp.integration.state import expert_biases, reshardable
 TRAINING = "megatron.training.training"
 BUCKETS = "megatron.core.distributed.param_and_grad_buffer"
 FINISHING = "megatron.core.distributed.finalize_model_grads"
+ROUTER = "megatron.core.transformer.moe.router"
 DDP = "megatron.core.distributed.distributed_data_parallel"
 
 
@@ -209,6 +211,18 @@ def training_patches(runtime: Runtime, release: Release) -> list[Patch]:
             expert_metrics.do_not_reduce,
             ("self", "metric_names", "pg_collection"),
             "leaves the sums to the step's agreement",
+        ),
+        Patch(
+            f"{ROUTER}:sinkhorn",
+            partial(router_parts.wrap_sinkhorn, runtime),
+            ("cost", "tol"),
+            "weighs the same tokens against each other, under any plan",
+        ),
+        Patch(
+            f"{ROUTER}:apply_router_token_dropping",
+            partial(router_parts.wrap_dropping, runtime),
+            ("routing_probs", "routing_map", "router_topk", "capacity_factor", "drop_policy", "pad_to_capacity"),
+            "drops the same tokens, under any plan",
         ),
         Patch(
             f"{FINISHING}:_update_router_expert_bias",

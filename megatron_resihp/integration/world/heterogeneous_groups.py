@@ -115,7 +115,7 @@ class Sizes:
              "should_pad_vocab", "vocab_size", "deallocate_pipeline_outputs", "use_distributed_optimizer",
              "overlap_grad_reduce", "overlap_param_gather", "bucket_size",
              "num_distributed_optimizer_instances", "overlap_param_gather_with_optimizer_step",
-             "defer_embedding_wgrad_compute")  # fmt: skip
+             "defer_embedding_wgrad_compute", "moe_pad_expert_input_to_capacity")  # fmt: skip
 
     def __init__(self, padded_vocabulary: int, derived: DerivedArguments, *holders: Any) -> None:
         """`holders`: arguments and configuration objects; what they say now is the job's own."""
@@ -175,6 +175,9 @@ class Sizes:
                 "num_distributed_optimizer_instances": 1,
                 # Megatron keeps what is left for later in order of F, and a plan's B may be in another one.
                 "defer_embedding_wgrad_compute": False,
+                # Members of another degree have several of the job's own parts of a sequence, or pieces of them.
+                "moe_pad_expert_input_to_capacity": values.get("moe_pad_expert_input_to_capacity", False)
+                and degree == values.get("tensor_model_parallel_size"),
             }
             if "should_pad_vocab" in values:
                 new |= {"should_pad_vocab": False, "vocab_size": self._padded_vocabulary}

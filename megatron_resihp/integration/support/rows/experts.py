@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows: mixtures of experts. Imports `notation`."""
+"""Rows: mixtures of experts. Imports `notation`, `row`."""
+
+from collections.abc import Mapping
+from typing import Any
 
 from megatron_resihp.integration.support.notation import (
     Rows,
-    all_of,
     inert,
     joined,
     kernel,
@@ -12,14 +14,28 @@ from megatron_resihp.integration.support.notation import (
     tested,
     without,
 )
+from megatron_resihp.integration.support.row import NotWith, Together
 
 _BALANCE = "integration/test_plans.py::test_mixtures_of_experts_tell_of_their_balance"
 _ROUTING = "core.transformer.moe.router:TopKRouter.routing"
 _CONFIG = "core.transformer.transformer_config:TransformerConfig.__post_init__"
 _FLEX = "moe_token_dispatcher_type=flex"
-_CAPACITY = "how many tokens an expert may take is counted on each tensor-parallel worker: plans would drop others"
+_PARTS = "integration/test_router_parts.py::test_a_death_and_other_degrees"
 _BIASES = "integration/test_expert_biases.py::test_a_death_and_other_degrees"
 _NOISE = "integration/test_random_streams.py::test_a_death"
+
+
+def _cuts_sequences_by_degree(values: Mapping[str, Any]) -> bool:
+    """Then a router's tokens in any plan are found from the job's own tensor-parallel degree."""
+    return bool(values["context_parallel_size"] == 1)
+
+
+def _weighs_alike(values: Mapping[str, Any]) -> bool:
+    given = values["moe_router_load_balancing_type"]
+    kinds = {given} if isinstance(given, str) else set(given or ())
+    known = kinds <= {"aux_loss", "seq_aux_loss", "none", "sinkhorn"}
+    return known and ("sinkhorn" not in kinds or _cuts_sequences_by_degree(values))
+
 
 _LAYERS: Rows = joined(
     tested(
@@ -65,11 +81,10 @@ _ROUTER: Rows = joined(
     tested(
         _BALANCE,
         "moe_router_load_balancing_type",
-        condition=all_of(
-            "aux_loss",
-            "seq_aux_loss",
-            "none",
-            mend="use aux_loss, seq_aux_loss or none, which weigh a micro-batch alike whatever the degree",
+        condition=Together(
+            _weighs_alike,
+            "use aux_loss, seq_aux_loss or none, which weigh a micro-batch alike whatever the degree, or sinkhorn "
+            "without context parallelism",
         ),
     ),
     tested(_BALANCE, "moe_router_topk moe_aux_loss_coeff moe_z_loss_coeff"),
@@ -88,11 +103,22 @@ _ROUTER: Rows = joined(
     ),
     tested(_NOISE, "moe_router_force_load_balancing moe_input_jitter_eps"),
     refused("moe_router_force_biased", "a worker keeps what it drew first, which one in its place would draw anew"),
-    refused("moe_expert_capacity_factor", _CAPACITY, "leave it out: no token is dropped"),
-    without(
+    tested(
+        _PARTS,
         "moe_expert_capacity_factor",
-        _ROUTING,
-        "moe_pad_expert_input_to_capacity moe_token_drop_policy",
+        condition=Together(
+            _cuts_sequences_by_degree,
+            "with context parallelism, plans would drop other tokens; leave it out: no token is dropped",
+        ),
+    ),
+    tested(_PARTS, "moe_token_drop_policy"),
+    tested(
+        _PARTS,
+        "moe_pad_expert_input_to_capacity",
+        condition=NotWith(
+            "moe_router_enable_expert_bias",
+            "padding counts as tokens, and stages of another degree than the job's own have none",
+        ),
     ),
     refused("moe_enable_routing_replay", "what is replayed belongs to the micro-batches of one worker"),
     refused(
@@ -134,7 +160,11 @@ _DISPATCH: Rows = joined(
     ),
     without(_FLEX, _CONFIG, "moe_deepep_num_sms moe_hybridep_num_sms"),
     refused("moe_enable_deepep", "Megatron has it for the flex dispatcher only, which is refused", "use alltoall"),
-    refused("moe_expert_rank_capacity_factor", _CAPACITY, "leave it out: no token is dropped"),
+    refused(
+        "moe_expert_rank_capacity_factor",
+        "Megatron has it for the flex dispatcher only, which is refused",
+        "leave it out: no token is dropped",
+    ),
     refused("moe_paged_stash", "its pages follow the order of Megatron's own schedule, and other plans have others"),
     without(
         "moe_paged_stash",

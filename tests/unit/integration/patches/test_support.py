@@ -90,7 +90,7 @@ def test_a_common_command_line_is_taken(check: Check) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        "--expert-model-parallel-size 2", "--moe-expert-capacity-factor 1", "--context-parallel-size 2",
+        "--expert-model-parallel-size 2", "--moe-expert-rank-capacity-factor 1", "--context-parallel-size 2",
         "--use-megatron-fsdp", "--use-torch-fsdp2", "--fp8-format hybrid", "--enable-cuda-graph",
         "--mtp-use-repeated-layer", "--mtp-detach-heads",
         "--cuda-graph-impl local", "--cuda-graph-modules full_iteration",
