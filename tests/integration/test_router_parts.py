@@ -25,6 +25,7 @@ MODEL: dict[str, Any] = EXPERTS | {
 SINKHORN: dict[str, Any] = {
     "moe_router_load_balancing_type": "sinkhorn", "moe_router_topk": 1, "moe_aux_loss_coeff": None,
 }  # fmt: skip
+UNEVEN: dict[str, Any] = {"moe_router_load_balancing_type": "none", "moe_router_pre_softmax": True}
 DROPPING: dict[str, Any] = {"moe_expert_capacity_factor": 0.75}
 PADDED: dict[str, Any] = {"moe_pad_expert_input_to_capacity": True, "moe_token_dispatcher_type": "alltoall"}
 RECOMPUTED: dict[str, Any] = {
@@ -36,8 +37,8 @@ RECOMPUTED: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("model", "without"),
     [
-        (SINKHORN, {"moe_router_load_balancing_type": "none"}),
-        (SINKHORN | RECOMPUTED | {"use_distributed_optimizer": True}, {"moe_router_load_balancing_type": "none"}),
+        (SINKHORN, UNEVEN),
+        (SINKHORN | RECOMPUTED | {"use_distributed_optimizer": True}, UNEVEN),
         (DROPPING, {"moe_expert_capacity_factor": None}),
         (DROPPING | PADDED, {"moe_expert_capacity_factor": None, "moe_pad_expert_input_to_capacity": None}),
         (DROPPING | {"moe_token_drop_policy": "position"}, {"moe_expert_capacity_factor": None}),
