@@ -81,6 +81,7 @@ class Limits:
         save_s: how long survivors may write what they hold when no plan exists.
         recoveries_per_iteration: more recoveries than this without a step between them end the job.
         min_workers: fewer survivors than these end it.
+        drain_s: workers that were told to leave, and are still in the plan this long after, are given up for dead.
     """
 
     report_s: float = 60.0
@@ -89,3 +90,4 @@ class Limits:
     save_s: float = 600.0
     recoveries_per_iteration: int = 8
     min_workers: int = 1
+    drain_s: float = 20.0

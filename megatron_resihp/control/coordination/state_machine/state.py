@@ -153,7 +153,7 @@ class State:
         dead: worker → why it is.
         done: workers whose script has ended well.
         joining: workers that were not there at the start.
-        departures: nodes that were told to leave.
+        departures: nodes and workers that were told to leave.
         first_steps: plans that no step has been taken under yet.
     """
 
