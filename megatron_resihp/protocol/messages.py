@@ -281,6 +281,14 @@ class NodeLost:
 
 
 @dataclass(frozen=True)
+class NodesDown:
+    """What the cluster's manager says of nodes that it was asked about; none, if there is no manager."""
+
+    nodes: tuple[Node, ...]
+    time: UnixTime
+
+
+@dataclass(frozen=True)
 class StopRequest:
     """The job is to end in order after an iteration."""
 
@@ -315,8 +323,8 @@ WordOfWorker = (
     | GroupsPrepared | TrainingFinished | EmergencyCheckpointWritten | ScriptEnded | ScriptFailed | LogsWanted | LogPage
 )  # fmt: skip
 WordOfAgent = (
-    ProcessExited | HeartbeatsMissing | ConnectionLost | WorkerRestarted | NodeLost | StopRequest | LeaveRequest
-    | SaveRequest
+    ProcessExited | HeartbeatsMissing | ConnectionLost | WorkerRestarted | NodeLost | NodesDown | StopRequest
+    | LeaveRequest | SaveRequest
 )  # fmt: skip
 WordOfCommand = PlanRequest | DrainRequest | EndRequest
 Message = WordOfWorker | WordOfAgent | WordOfCommand | SlowdownRequest | EventsReported

@@ -16,6 +16,7 @@ from jobs import WISHING, Job, Jobs, check_training, tiny
 from launched import Launched, eventually, is_alive
 from networks import Network, needs_iptables, needs_namespaces
 
+from megatron_resihp.control import exit_codes
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.plan import ParallelPlan
 
@@ -58,6 +59,49 @@ def test_one_of_two_nodes_that_lose_each_other_is_left_out(network: Network, tmp
     assert last.members == (0, 1, 2, 3) and not runs[0].events("worker_restarted")
     broken = [event["cause"] for event in runs[0].events("epoch_broken")]
     assert len(broken) == 2 and "can't be reached" in broken[1], "the second time as soon as it is tried"
+
+
+@pytest.mark.nightly
+def test_node_0_that_loses_both_others_saves_and_ends(network: Network, tmp_path: Path) -> None:
+    """The others may be alive, and are: they have lost the coordinator, and end."""
+    (tmp_path / "run").mkdir()
+    options = {
+        "nodes": 3, "workers_per_node": 2, "coordinator": Address(network.address(0), 29500), "heartbeat_timeout_s": 2.0,
+    }  # fmt: skip
+    runs = [Launched(tmp_path / "run", network=network.names[node], node=node, **options) for node in range(3)]
+    try:
+        runs[0].await_event("epoch_started", epoch=0)
+        for other in (1, 2):
+            network.separate(0, other)
+        assert runs[0].end(60.0) == exit_codes.RETRY, runs[0].output()
+        [finished] = runs[0].events("run_finished")
+        assert finished["reason"] == (
+            "only 2 of 6 workers are accounted for; lost without a word, and perhaps alive: 2, 3, 4, 5"
+        )
+        assert [run.end(120.0) for run in runs[1:]] == [exit_codes.RETRY] * 2, runs[1].output()
+    finally:
+        for run in runs:
+            run.kill()
+    assert len(runs[0].events("epoch_started")) == 1, "no other epoch has begun"
+
+
+@pytest.mark.nightly
+def test_node_0_goes_on_without_the_only_other_one(network: Network, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    options = {
+        "nodes": 2, "workers_per_node": 2, "coordinator": Address(network.address(0), 29500), "heartbeat_timeout_s": 2.0,
+    }  # fmt: skip
+    runs = [Launched(tmp_path / "run", network=network.names[node], node=node, **options) for node in range(2)]
+    try:
+        runs[0].await_event("epoch_started", epoch=0)
+        network.separate(0, 1)
+        runs[0].await_event("recovery", dead=[2, 3])
+        runs[0].ask("finish")
+        assert runs[0].end() == 0, runs[0].output()
+        assert runs[1].end(120.0) == exit_codes.RETRY, runs[1].output()
+    finally:
+        for run in runs:
+            run.kill()
 
 
 STORE_PORT = 29500

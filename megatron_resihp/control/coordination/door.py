@@ -43,6 +43,7 @@ from megatron_resihp.protocol.messages import (
     Message,
     ModelBuilt,
     NodeLost,
+    NodesDown,
     PlanRequest,
     SaveRequest,
     SlowdownRequest,
@@ -163,6 +164,9 @@ def _wrong_names(message: Message, size: JobSize, may_exist: Callable[[int], boo
     match message:
         case NodeLost(node=node) | LeaveRequest(node=node):
             return f"'node' is {node}, which the job does not have" if node >= size.most_nodes else None
+        case NodesDown(nodes=nodes):
+            unknown = [node for node in nodes if node >= size.most_nodes]
+            return f"'nodes' has {unknown[0]}, which the job does not have" if unknown else None
         case PlanRequest() | DrainRequest() | EndRequest() | SlowdownRequest() | StopRequest() | SaveRequest():
             return None  # commands are answered
         case WorkerRestarted():

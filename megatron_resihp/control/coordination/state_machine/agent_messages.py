@@ -20,6 +20,7 @@ from megatron_resihp.protocol.messages import (
     HeartbeatsMissing,
     LeaveRequest,
     NodeLost,
+    NodesDown,
     ProcessExited,
     SaveRequest,
     StopRequest,
@@ -44,6 +45,10 @@ class AgentMessages:
     def handle(self, message: WordOfAgent, now: float) -> list[Action]:
         """React to one message; arguments as of `Membership.handle`."""
         match message:
+            case ProcessExited(worker) | HeartbeatsMissing(worker) | ConnectionLost(worker) if (
+                self._state.accounts.hear_of([worker])
+            ):
+                return self._epochs.decide(now)  # it was given up before
             case ProcessExited():
                 return self._on_exited(message, now)
             case HeartbeatsMissing(worker, silence_s, time):
@@ -55,6 +60,8 @@ class AgentMessages:
                 return [Log(events.WorkerRestarted(restarted=worker, instead_of=before))]
             case NodeLost():
                 return self._on_node_lost(message, now)
+            case NodesDown(nodes):
+                return self._on_down(nodes, now)
             case StopRequest(number):
                 return self._ends.stop(number, f"stopped by signal {number}")
             case LeaveRequest():
@@ -80,8 +87,17 @@ class AgentMessages:
         state, node = self._state, message.node
         known = {*range(state.job.size.workers), *state.living, *state.joining.waiting}
         workers = sorted(worker for worker in known if state.joining.node_of(worker) == node)
+        state.accounts.lose(w for w in workers if w not in state.dead.keys() | state.done or w in state.accounts.late)
         actions = self._epochs.die({w: f"node lost: {message.cause}" for w in workers}, message.time, now)
+        actions += self._epochs.decide(now)  # perhaps no death is news, but whose word is waited for
         return actions if state.phase is Phase.ENDED else [*actions, Reopen(node, state.joining.ids_for(node))]
+
+    def _on_down(self, nodes: tuple[int, ...], now: float) -> list[Action]:
+        """What was asked is answered; workers of these nodes can't be alive."""
+        state = self._state
+        state.accounts.unanswered = False
+        state.accounts.hear_of([w for w in state.dead if state.joining.node_of(w) in nodes])
+        return self._epochs.decide(now)
 
     def _on_leave(self, message: LeaveRequest, now: float) -> list[Action]:
         """A node is to be taken away in order; others were told so, too, if the whole job is to end."""

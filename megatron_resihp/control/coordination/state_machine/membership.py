@@ -5,7 +5,7 @@ May import `protocol` and this package's other modules.
 """
 
 from megatron_resihp.control import exit_codes
-from megatron_resihp.control.coordination.actions import Action, Limits, Notify, Phase
+from megatron_resihp.control.coordination.actions import Action, Limits, Phase
 from megatron_resihp.control.coordination.state_machine.agent_messages import AgentMessages
 from megatron_resihp.control.coordination.state_machine.changes import ChangesByChoice
 from megatron_resihp.control.coordination.state_machine.command_messages import CommandMessages
@@ -17,7 +17,6 @@ from megatron_resihp.control.coordination.state_machine.worker_messages import W
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.replanning.next_plan import NextPlan, uniform_or_less
 from megatron_resihp.protocol.messages import WordOfAgent, WordOfCommand, WordOfWorker
-from megatron_resihp.protocol.notices import WorkersGivenUp
 
 
 class Membership:
@@ -86,13 +85,14 @@ class Membership:
 
     def _reports_late(self, now: float) -> list[Action]:
         state = self.state
+        if state.accounts.waiting:
+            state.accounts.over = True
+            return self._epochs.decide(now)
         if state.changes.under_way is not None:
             number, bound = state.changes.under_way.number, state.limits.leave_s
             return self._epochs.break_epoch(f"not all have left for change {number} within {bound:g} s", now)
         late = state.living - set(state.reports.records)
-        cause = f"did not report within {state.limits.report_s:g} s"
-        given_up = Notify(WorkersGivenUp(tuple(sorted(late)), cause))
-        return [given_up, *self._epochs.die(dict.fromkeys(late, cause), now, now)]
+        return self._epochs.give_up(late, f"did not report within {state.limits.report_s:g} s", now)
 
     def _drains_over(self, passed_s: float, now: float) -> list[Action]:
         """What was told to leave, and has not in time, counts as dead; not where all are to end."""
@@ -101,9 +101,7 @@ class Membership:
         goes_on = state.phase in (Phase.RUNNING, Phase.REPORTING, Phase.BUILDING) and not state.ending.stop_signal
         if not late or not goes_on:
             return []
-        cause = "did not leave in time"
-        given_up = Notify(WorkersGivenUp(tuple(late), cause, for_good=True))
-        return [given_up, *self._epochs.die(dict.fromkeys(late, cause), now, now)]
+        return self._epochs.give_up(late, "did not leave in time", now, for_good=True)
 
     def progressed(self, iteration: int) -> None:
         """A worker has told that this iteration is done."""

@@ -48,6 +48,7 @@ from megatron_resihp.protocol.messages import (
     Message,
     ModelBuilt,
     NodeLost,
+    NodesDown,
     PlanRequest,
     ProcessExited,
     Ready,
@@ -1552,12 +1553,14 @@ class TestWhateverHappens:
             worker += size
         epoch = max(0, job.state.epoch - data.draw(st.integers(0, 1)))
         happenings = ["report", "ready"] * 5 + [
-            "suspect", "kill", "silent", "node", "wait", "apply", "come back", "drain"
+            "suspect", "kill", "silent", "node", "wait", "apply", "come back", "drain", "down"
         ]  # fmt: skip
         match data.draw(st.sampled_from(happenings)):
             case "come back":
                 if worker in job.state.dead and worker < size:
                     job.come_back(worker + size)
+            case "down":
+                job.tell(NodesDown((worker % size // 2,), time=job.now))
             case "drain":
                 job.tell(DrainRequest((), (worker,), data.draw(st.sampled_from([0.5, 500.0]))))
             case "apply":
@@ -1597,6 +1600,9 @@ class TestWhateverHappens:
     def _do_what_is_told(self, job: Job) -> None:
         membership = job.membership
         match membership.state.phase:
+            case Phase.REPORTING if membership.state.accounts.waiting:
+                job.tell(NodesDown((), job.now))
+                job.wait(LIMITS.word_s)
             case Phase.REPORTING:
                 job.report(*sorted(membership.state.living))
             case Phase.BUILDING:
