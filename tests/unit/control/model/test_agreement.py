@@ -72,7 +72,7 @@ NODES = Scope(5, iterations=3, deaths=2, silences=1, errors=1, interruptions=1, 
 @pytest.mark.parametrize(("scope", "courses"), [
     pytest.param(LARGE, 50, id="50"),
     pytest.param(LARGE, 2000, id="2000", marks=pytest.mark.nightly),
-    pytest.param(NODES, 2000, id="nodes", marks=pytest.mark.nightly),
+    pytest.param(NODES, 500, id="nodes", marks=pytest.mark.nightly),
 ])  # fmt: skip
 def test_no_course_of_a_larger_job_by_chance_breaks_the_contract(scope: Scope, courses: int) -> None:
     assert wander(scope, courses, seed=courses) > courses
