@@ -100,5 +100,5 @@ class Limits:
     save_s: float = 600.0
     recoveries_per_iteration: int = 8
     min_workers: int = 1
-    word_s: float = 15.0
+    word_s: float = 20.0
     drain_s: float = 20.0

@@ -17,6 +17,9 @@ from megatron_resihp.protocol.messages import NodesDown
 
 ANSWER_S: Final = 5.0
 """For each of its commands; cut off from its controller they would try for minutes."""
+LISTEN_S: Final = 10.0
+"""It may hear of a node a moment later than node 0 does. So long it is asked again; `SlurmdTimeout` is far longer."""
+LOOK_S: Final = 1.0
 
 
 def asks(environment: Mapping[str, str], nodes: int) -> bool:
@@ -39,26 +42,33 @@ class SlurmQuery:
         self._tell = tell
 
     def ask(self, nodes: Collection[int]) -> None:
-        """Have it told which of these are down; none, if SLURM does not say so in time."""
+        """Have it told which of these are down: none, if SLURM does not say so in time."""
         threading.Thread(target=self._answer, args=(nodes,), name="resihp-slurm", daemon=True).start()
 
     def _answer(self, nodes: Collection[int]) -> None:
         down: tuple[int, ...] = ()
         try:
-            if self._list:
-                down = self._down(nodes)
+            down = _listen(self._named(nodes)) if self._list else ()
         except (OSError, subprocess.SubprocessError) as error:
             print(f"resihp: SLURM does not say which nodes are down ({error})", flush=True)
         self._tell(NodesDown(down, time.time()))
 
-    def _down(self, nodes: Collection[int]) -> tuple[int, ...]:
+    def _named(self, nodes: Collection[int]) -> dict[str, int]:
+        """The names of those of these nodes that have begun the job."""
         names = _lines("scontrol", "show", "hostnames", self._list)
-        asked = {names[node]: node for node in nodes if node < min(self._nodes, len(names))}
-        if not asked:
-            return ()
-        states = _lines("sinfo", "--noheader", "--Node", "--nodes", ",".join(asked), "--format", "%N %T")
-        found = {name for name, _, state in (line.partition(" ") for line in states) if state.startswith("down")}
-        return tuple(sorted(node for name, node in asked.items() if name in found))
+        return {names[node]: node for node in nodes if node < min(self._nodes, len(names))}
+
+
+def _listen(nodes: Mapping[str, int]) -> tuple[int, ...]:
+    """Which of these are down, once all are, or after a while."""
+    until = time.monotonic() + LISTEN_S
+    while nodes:
+        states = _lines("sinfo", "--noheader", "--Node", "--nodes", ",".join(nodes), "--format", "%N %T")
+        down = {name for name, _, state in (line.partition(" ") for line in states) if state.startswith("down")}
+        if down >= nodes.keys() or time.monotonic() > until:
+            return tuple(sorted(node for name, node in nodes.items() if name in down))
+        time.sleep(LOOK_S)
+    return ()
 
 
 def _lines(*command: str) -> Sequence[str]:
