@@ -91,12 +91,15 @@ def test_workers_are_drained_and_their_nodes_stay(nodes: Nodes) -> None:
     assert not first.events("worker_dead") and not first.events("worker_restarted")
 
 
-def test_what_can_not_leave_in_time_counts_as_dead(nodes: Nodes) -> None:
+@pytest.mark.parametrize("warned", [False, True], ids=["by command", "by a signal after a patient command"])
+def test_what_can_not_leave_in_time_counts_as_dead(nodes: Nodes, warned: bool) -> None:
     """A worker of the node is stopped, so that it never comes to the end of the step; its agent ends it."""
     first, second = nodes.start(2, drain_deadline_s=1.0)
     pids = [first.worker_pid(worker) for worker in range(4)]
     os.kill(pids[2], signal.SIGSTOP)
-    assert nodes.command("drain", "node:1") == 0
+    assert nodes.command("drain", "node:1", *(["--deadline", "300"] if warned else [])) == 0
+    if warned:
+        os.kill(second.pid, signal.SIGTERM)
     assert first.await_event("worker_dead", dead=2)["cause"] == "did not leave in time"
     eventually("the others go on", lambda: "members [0, 1]" in first.log(0))
     assert second.end() == 0, second.output()

@@ -92,6 +92,7 @@ class Agent:
         self._memory_kills = MemoryKills()
         self._ending: Ending | None = None
         self._stop_asked = False
+        self._drained = False
         self._told_to_end = False
         self._abandoned = False
         self._schedule = Schedule()
@@ -215,9 +216,10 @@ class Agent:
             self._schedule.replace((now + ABANDON_S, self._abandon))
             return
         self._told_to_end = self._told_to_end or number != signal.SIGUSR1
-        if self._stop_asked:
+        if self._stop_asked and not self._drained:
             return
-        self._stop_asked = True
+        # What a command has begun may have less time now, or end with all the job.
+        self._stop_asked, self._drained = True, False
         if number == signal.SIGTERM and self._node > 0:
             self._schedule.add(now + ASK_TO_LEAVE_AFTER_S, self._ask_to_leave)
         else:
@@ -230,7 +232,7 @@ class Agent:
         """Notices are read from the first on: one may be about an agent that was here before, and had other workers."""
         if self._stop_asked or not any(worker.number in drained.workers for worker in self._processes.all()):
             return
-        self._stop_asked = True
+        self._stop_asked = self._drained = True
         self._ask_to_leave(ordered=True)
 
     def _end(self, ending: Ending, now: float) -> None:
