@@ -2,9 +2,8 @@
 """Who may go on after a partition: which members of the last epoch are accounted for.
 
 Whoever has lost a node can't tell a broken network from a broken node. A member counts as accounted for if it is
-reached, if its own agent has told of its end, or if the cluster's manager says that its node is down. Two sides that
-have lost each other can't both account for more than half, so at most one of them goes on.
-Pure; imports the standard library.
+reached, if its own agent has told of its end, or if the cluster's manager says that its node is down. Agents tell the
+coordinator only, so of two sides that have lost each other at most one may go on. Pure; imports the standard library.
 """
 
 from collections.abc import Callable, Collection, Iterable
