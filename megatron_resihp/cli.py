@@ -16,11 +16,11 @@ from types import ModuleType
 from typing import Any, Final
 
 import megatron_resihp
-from megatron_resihp.control.commands import apply, checkpoint, inject, launch_options, launcher
+from megatron_resihp.control.commands import apply, checkpoint, drain, inject, launch_options, launcher, stop
 from megatron_resihp.extras import missing
 from megatron_resihp.report.live.run_report import RunReport
 
-NEED_TORCH: Final = frozenset({"launch", "check", "inject", "apply"})
+NEED_TORCH: Final = frozenset({"launch", "check", "inject", "apply", "drain", "stop"})
 """Commands that need the extra `train`. Scripts may bring their own Megatron."""
 SCRIPTS: Final = ("pretrain_gpt.py", "make_dataset.py")
 """Scripts that come with the package."""
@@ -75,6 +75,8 @@ def command_parser() -> argparse.ArgumentParser:
     _add(commands, "check", check_command, "say whether a job would be let in, and what it would survive")
     _add(commands, "inject", inject, "slow a worker or a link of a running job, or end a slowdown")
     _add(commands, "apply", apply, "ask a running job to change to a given plan")
+    _add(commands, "drain", drain, "have nodes or workers leave a running job in order; the job goes on without them")
+    _add(commands, "stop", stop, "end a running job in order after an iteration")
     _add(commands, "checkpoint", checkpoint, "say how to continue from the state that survivors of a job have saved")
     _add(commands, "emergency", emergency_command, "make a checkpoint of what survivors of a job have saved in parts")
     _add(commands, "report", report_command, "say what happened in a run, from its event log")

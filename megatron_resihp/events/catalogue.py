@@ -27,6 +27,7 @@ _ALL: Final[tuple[type[Event], ...]] = (
     workers.WorkerWaiting,
     job.Exposed,
     workers.NodeLeft,
+    workers.WorkersLeft,
     epochs.EpochBroken,
     epochs.Phase,
     epochs.Recovery,

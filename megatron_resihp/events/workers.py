@@ -72,6 +72,13 @@ class NodeLeft(Event):
     left: Annotated[tuple[int, ...], "the workers that it had"]
 
 
+@event("workers_left", written_by="coordinator")
+class WorkersLeft(Event):
+    """Workers that were told to leave have left; no plan has them any more. Their nodes stay."""
+
+    left: Annotated[tuple[int, ...], "the workers"]
+
+
 @event("link_failed", written_by="coordinator")
 class LinkFailed(Event):
     """Workers of two nodes could not reach each other twice in a row while all lived; one side is left out."""

@@ -37,6 +37,7 @@ class JobDescription:
             the next chunk; None: it isn't interleaved.
         pipeline_last: Megatron's default order of ranks, not --use-tp-pp-dp-mapping.
         spread_replicas: no shard is to live on one node only.
+        saves: checkpoints; so it saves as it ends in order.
         train_iters: the last iteration; None: unknown.
         ends_early: --exit-interval may end it before.
         eval_interval, save_interval: iterations; None: it doesn't.
@@ -90,3 +91,4 @@ class JobDescription:
     carrier: str = HOST
     host_memory: Natural | None = None
     spread_replicas: bool = False
+    saves: bool = False

@@ -199,6 +199,34 @@ class SlowdownRequest:
     answer: str | None = None
 
 
+@dataclass(frozen=True)
+class DrainRequest:
+    """A user asks for workers, or all workers of nodes, to leave in order. The job goes on, if there is a plan.
+
+    Attributes:
+        deadline_s: what has not left by then counts as dead; None: as the job was launched with.
+        answer: as in `PlanRequest`.
+    """
+
+    nodes: tuple[Node, ...]
+    workers: tuple[Worker, ...]
+    deadline_s: Seconds | None = None
+    answer: str | None = None
+
+
+@dataclass(frozen=True)
+class EndRequest:
+    """A user asks for the job to end in order after an iteration.
+
+    Attributes:
+        must_save: refuse if nothing would be saved.
+        answer: as in `PlanRequest`.
+    """
+
+    must_save: bool = False
+    answer: str | None = None
+
+
 # From agents. Each says when it happened
 
 
@@ -253,6 +281,14 @@ class NodeLost:
 
 
 @dataclass(frozen=True)
+class NodesDown:
+    """What the cluster's manager says of nodes that it was asked about; none, if there is no manager."""
+
+    nodes: tuple[Node, ...]
+    time: UnixTime
+
+
+@dataclass(frozen=True)
 class StopRequest:
     """The job is to end in order after an iteration."""
 
@@ -262,11 +298,17 @@ class StopRequest:
 
 @dataclass(frozen=True)
 class LeaveRequest:
-    """A node is to be taken away; `agent` is the name of its agent."""
+    """A node is to be taken away.
+
+    Attributes:
+        agent: the name of its agent.
+        ordered: the coordinator has told it to, by a `DrainOrder`; otherwise a signal has.
+    """
 
     node: Node
     agent: Natural
     time: UnixTime
+    ordered: bool = False
 
 
 @dataclass(frozen=True)
@@ -281,9 +323,10 @@ WordOfWorker = (
     | GroupsPrepared | TrainingFinished | EmergencyCheckpointWritten | ScriptEnded | ScriptFailed | LogsWanted | LogPage
 )  # fmt: skip
 WordOfAgent = (
-    ProcessExited | HeartbeatsMissing | ConnectionLost | WorkerRestarted | NodeLost | StopRequest | LeaveRequest
-    | SaveRequest
+    ProcessExited | HeartbeatsMissing | ConnectionLost | WorkerRestarted | NodeLost | NodesDown | StopRequest
+    | LeaveRequest | SaveRequest
 )  # fmt: skip
-Message = WordOfWorker | WordOfAgent | PlanRequest | SlowdownRequest | EventsReported
+WordOfCommand = PlanRequest | DrainRequest | EndRequest
+Message = WordOfWorker | WordOfAgent | WordOfCommand | SlowdownRequest | EventsReported
 MESSAGES = Kinds[Message](get_args(Message), "a message")
 """To the coordinator."""

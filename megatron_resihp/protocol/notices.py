@@ -147,6 +147,13 @@ class NodeReleased:
 
 
 @dataclass(frozen=True)
+class DrainOrder:
+    """The agents of these workers are to ask for their nodes to leave. A later agent of such a node has others."""
+
+    workers: tuple[Worker, ...]
+
+
+@dataclass(frozen=True)
 class SaveOrder:
     """A checkpoint is to be written after the next iteration; `number` counts such orders from 1."""
 
@@ -155,7 +162,7 @@ class SaveOrder:
 
 Notice = (
     EpochIsBroken | StopTraining | OthersFinish | JobEnds | SlownessChanged | ValidationOrder | PlanChange
-    | WorkersTakenIn | WorkersGivenUp | WorkerDismissed | NodeReleased | SaveOrder
+    | WorkersTakenIn | WorkersGivenUp | WorkerDismissed | NodeReleased | DrainOrder | SaveOrder
 )  # fmt: skip
 NOTICES = Kinds[Notice](get_args(Notice), "a notice")
 """From the coordinator."""

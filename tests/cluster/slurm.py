@@ -116,6 +116,10 @@ class Slurm:
             kill(pid)
         self._daemons[node].wait(10.0)
 
+    def drain(self, node: str) -> None:
+        """As an administrator does; jobs on it run on."""
+        self.ask("scontrol", "update", f"NodeName={node}", "State=DRAIN", "Reason=a test")
+
     def restore(self) -> None:
         """No job runs, and all nodes are idle."""
         self.ask("scancel", "--user=root", "--signal=KILL", "--full")
@@ -123,6 +127,8 @@ class Slurm:
         for node in self.nodes:
             if node not in self._daemons or self._daemons[node].poll() is not None:
                 self._daemons[node] = self._daemon(node, "slurmd", "-D", "-N", node)
+        for node in [node for node, state in self.states().items() if state.startswith("DRAIN")]:
+            self.ask("scontrol", "update", f"NodeName={node}", "State=RESUME")
         self.eventually("all nodes are idle", lambda: set(self.states().values()) == {"IDLE"}, START_S)
 
     def eventually(self, what: str, test: Callable[[], Any], timeout_s: float) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from jobs import FP32
+from jobs import FP32, REPOSITORY
 from slurm import Slurm, needs_slurm
 from training import HELD, ITERATIONS, Training
 
@@ -80,6 +80,19 @@ def test_a_job_that_loses_its_first_node_is_queued_again(slurm: Slurm, train: Tr
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), training.output()
     assert ended["NodeList"] == "n[1-2]"
     assert training.summary.completed
+
+
+def test_a_node_that_is_drained_leaves(slurm: Slurm, train: Train, reference: RunSummary) -> None:
+    watch = REPOSITORY / "scripts" / "slurm" / "drain_watch.sh"
+    training = train(nodes=3, RESIHP_DRAIN_WATCH=str(watch), RESIHP_DRAIN_LOOK_S="1")
+    training.await_event("iteration", iteration=HELD - 1)
+    slurm.drain("n2")
+    training.await_event("plan_change")
+    training.wish("go_on")
+    ended = training.end()
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "0"), training.output()
+    assert [event["left"] for event in training.events("node_left")] == [[2]] and not training.events("worker_dead")
+    check(training, reference)
 
 
 LATER = 9

@@ -14,6 +14,7 @@ import pytest
 from chaos_checks import check_evaluations, evaluations
 from jobs import FP32, PRETRAIN, WISHING, Job, Jobs, check_training, tiny
 
+from megatron_resihp.cli import main
 from megatron_resihp.control import exit_codes
 from megatron_resihp.control.commands import open_files
 from megatron_resihp.control.job_size import JobSize
@@ -131,6 +132,30 @@ def test_a_node_is_told_to_end(jobs: Jobs, optimizer: dict[str, Any]) -> None:
     assert second.wait().code == 0, second.output()
     check_training(first.wait(), reference)
     assert not first.summary.deaths and first.events("reconfiguration")[0]["steps_redone"] == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "optimizer", [{}, {"use_distributed_optimizer": True}], ids=["whole optimizers", "a shared one"]
+)
+def test_a_worker_is_drained_from_a_node_that_stays(jobs: Jobs, optimizer: dict[str, Any]) -> None:
+    """It finishes the step; then the job is stopped by command, and saved."""
+    arguments = tiny(**TWO_NODES | optimizer)
+    reference = jobs.reference(arguments, workers=4)
+    saving = [*arguments, "--save", str(jobs.directory / f"drained-{bool(optimizer)}"), "--save-interval", "100"]
+    job = jobs.start(saving, workers=4, script=WISHING, wishes=["hold-0-5", "hold-0-9"])
+    job.await_event("iteration", iteration=4)
+    assert main(["drain", str(job.run_dir), "worker:3"]) == 0
+    job.wish("go_on-5")
+    job.await_event("iteration", iteration=8)
+    assert main(["stop", str(job.run_dir), "--save"]) == 0
+    job.wish("go_on")
+    assert job.wait().code == exit_codes.stopped_by(signal.SIGTERM), job.tails()
+    assert [event["left"] for event in job.events("workers_left")] == [[3]]
+    assert not job.summary.deaths and job.events("reconfiguration")[0]["steps_redone"] == 0
+    loss = job.summary.loss
+    assert loss == pytest.approx({number: reference.summary.loss[number] for number in loss}, rel=FP32.loss)
+    assert max(loss) == job.events("checkpoint")[-1]["iteration"] == 9
 
 
 @pytest.mark.nightly

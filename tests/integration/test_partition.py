@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import WISHING, Job, Jobs, check_training, tiny
+from jobs import FP32, WISHING, Job, Jobs, check_training, tiny
 from launched import Launched, eventually, is_alive
 from networks import Network, needs_iptables, needs_namespaces
 
+from megatron_resihp.control import exit_codes
 from megatron_resihp.control.transport.address import Address
+from megatron_resihp.control.worker.saved_state import flags, newest_state
 from megatron_resihp.plan import ParallelPlan
 
 pytestmark = needs_namespaces
@@ -58,6 +60,57 @@ def test_one_of_two_nodes_that_lose_each_other_is_left_out(network: Network, tmp
     assert last.members == (0, 1, 2, 3) and not runs[0].events("worker_restarted")
     broken = [event["cause"] for event in runs[0].events("epoch_broken")]
     assert len(broken) == 2 and "can't be reached" in broken[1], "the second time as soon as it is tried"
+
+
+def await_cut_off(*runs: Launched) -> None:
+    """They end, though threads of theirs may hang in connections to node 0 for longer."""
+    said = "resihp: ended with exit code 75: the coordinator is lost"
+    eventually("those that are cut off end", lambda: all(said in run.output() for run in runs), 60.0)
+
+
+@pytest.mark.nightly
+def test_node_0_that_loses_both_others_saves_and_ends(network: Network, tmp_path: Path) -> None:
+    """The others may be alive, and are: they have lost the coordinator, and end."""
+    (tmp_path / "run").mkdir()
+    options = {
+        "nodes": 3, "workers_per_node": 2, "heartbeat_timeout_s": 2.0,
+        "coordinator": Address(network.address(0), 29500),
+    }  # fmt: skip
+    runs = [Launched(tmp_path / "run", network=network.names[node], node=node, **options) for node in range(3)]
+    try:
+        runs[0].await_event("epoch_started", epoch=0)
+        for other in (1, 2):
+            network.separate(0, other)
+        assert runs[0].end(60.0) == exit_codes.RETRY, runs[0].output()
+        [finished] = runs[0].events("run_finished")
+        assert finished["reason"] == (
+            "only 2 of 6 workers are accounted for; lost without a word, and perhaps alive: 2, 3, 4, 5"
+        )
+        await_cut_off(*runs[1:])
+    finally:
+        for run in runs:
+            run.kill()
+    assert len(runs[0].events("epoch_started")) == 1, "no other epoch has begun"
+
+
+@pytest.mark.nightly
+def test_node_0_goes_on_without_the_only_other_one(network: Network, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    options = {
+        "nodes": 2, "workers_per_node": 2, "heartbeat_timeout_s": 2.0,
+        "coordinator": Address(network.address(0), 29500),
+    }  # fmt: skip
+    runs = [Launched(tmp_path / "run", network=network.names[node], node=node, **options) for node in range(2)]
+    try:
+        runs[0].await_event("epoch_started", epoch=0)
+        network.separate(0, 1)
+        runs[0].await_event("recovery", dead=[2, 3])
+        runs[0].ask("finish")
+        assert runs[0].end() == 0, runs[0].output()
+        await_cut_off(runs[1])
+    finally:
+        for run in runs:
+            run.kill()
 
 
 STORE_PORT = 29500
@@ -126,3 +179,26 @@ def test_a_node_whose_connections_to_the_store_are_dropped_for_a_while_is_not_lo
     assert nodes[1].wait(240.0).code == 0, nodes[1].output()
     assert [event["dead"] for event in nodes[0].events("worker_dead")] == ([] if dies is None else [dies])
     assert "it is open again" in nodes[0].log(2) and "it is open again" in nodes[1].output()
+
+
+@pytest.mark.nightly
+def test_both_sides_of_a_cut_network_save_and_a_later_job_goes_on(network: Network, jobs: Jobs, tmp_path: Path) -> None:
+    """Node 0 has lost two of three nodes, which have lost the coordinator; all see the same run directory."""
+    arguments = tiny(global_batch_size=6, train_iters=12)
+    reference = jobs.reference(arguments, workers=3)
+    options: dict[str, Any] = {"nodes": 3, "workers": 1, "wishes": ["hold-0-7"], "heartbeat_timeout_s": 2.0}
+    nodes = launched_on(network, jobs, tmp_path, arguments, **options)
+    nodes[0].await_event("iteration", iteration=6)
+    for other in (1, 2):
+        network.separate(0, other)
+    nodes[0].wish("go_on")
+    nodes[0].nursery.serve_until(lambda: None not in [node.code for node in nodes], time.monotonic() + 240.0)
+    assert [node.code for node in nodes] == [exit_codes.RETRY] * 3, [node.output() for node in nodes]
+    assert "only 1 of 3 workers are accounted for" in nodes[0].output()
+    found = newest_state(nodes[0].run_dir)
+    assert found is not None
+    saved, iteration = found
+    again = jobs.run([*arguments, *flags(saved)], workers=3)
+    assert again.code == 0, again.tails()
+    rest = {number: loss for number, loss in reference.summary.loss.items() if number > iteration}
+    assert rest and again.summary.loss == pytest.approx(rest, rel=FP32.loss)

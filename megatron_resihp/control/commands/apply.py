@@ -11,10 +11,8 @@ import sys
 from pathlib import Path
 
 from megatron_resihp.control.commands import contact
-from megatron_resihp.control.transport.store import StoreError
 from megatron_resihp.plan import PlanError
 from megatron_resihp.plan.files import read_plan
-from megatron_resihp.protocol.answers import Refused
 from megatron_resihp.protocol.messages import PlanRequest
 
 EPILOG = """\
@@ -39,15 +37,8 @@ def run(namespace: argparse.Namespace) -> int:
     """Do what the parsed arguments ask; the exit code is 0, or 2 where nothing is changed."""
     try:
         plan = read_plan(namespace.plan, namespace.strategy)
-        request = PlanRequest(plan, f"asked for by hand: {namespace.plan.name}")
-        answer = contact.ask(contact.reach(namespace.run_dir), request, "resihp apply")
-    except (PlanError, StoreError, TimeoutError) as error:
+    except PlanError as error:
         print(f"resihp: {error}", file=sys.stderr)
         return 2
-    if isinstance(answer, Refused):
-        print(f"resihp: {answer.reason}", file=sys.stderr)
-        return 2
-    for line in answer.changes:
-        print(f"  {line}")
-    print(f"resihp: {answer.line}")
-    return 0
+    request = PlanRequest(plan, f"asked for by hand: {namespace.plan.name}")
+    return contact.settle(namespace.run_dir, request, "resihp apply")

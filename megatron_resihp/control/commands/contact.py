@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import sys
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,8 +19,8 @@ from megatron_resihp.control import keys
 from megatron_resihp.control.commands.claim import Owner, claimed
 from megatron_resihp.control.transport.address import Address, parse_address
 from megatron_resihp.control.transport.store import Store, StoreError, connect
-from megatron_resihp.protocol.answers import ANSWERS, Answer
-from megatron_resihp.protocol.messages import MESSAGES, PlanRequest, SlowdownRequest
+from megatron_resihp.protocol.answers import ANSWERS, Answer, Refused
+from megatron_resihp.protocol.messages import MESSAGES, SlowdownRequest, WordOfCommand
 from megatron_resihp.protocol.wire import MalformedError
 
 FILE_NAME: Final = "coordinator.json"
@@ -84,7 +85,7 @@ def reach(run_dir: Path) -> Store:
     raise StoreError(f"no job runs in {run_dir}, or none that answers: {why}")
 
 
-def ask(store: Store, request: PlanRequest | SlowdownRequest, sender: str) -> Answer:
+def ask(store: Store, request: WordOfCommand | SlowdownRequest, sender: str) -> Answer:
     """Send the coordinator a request and wait for its answer.
 
     Args:
@@ -104,3 +105,23 @@ def ask(store: Store, request: PlanRequest | SlowdownRequest, sender: str) -> An
         raise StoreError(str(error)) from None
     store.delete(key)
     return answer
+
+
+def settle(run_dir: Path, request: WordOfCommand, sender: str) -> int:
+    """Ask the job that runs in a directory, and say what it answers; the exit code is 0, or 2 if nothing changes."""
+    try:
+        answer = ask(reach(run_dir), request, sender)
+    except (StoreError, TimeoutError) as error:
+        answer = Refused(str(error))
+    return say(answer)
+
+
+def say(answer: Answer) -> int:
+    """Say what the coordinator has answered; the exit code is 0, or 2 if nothing changes."""
+    if isinstance(answer, Refused):
+        print(f"resihp: {answer.reason}", file=sys.stderr)
+        return 2
+    for line in answer.changes:
+        print(f"  {line}")
+    print(f"resihp: {answer.line}")
+    return 0

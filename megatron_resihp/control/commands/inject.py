@@ -14,7 +14,6 @@ from megatron_resihp.config import ConfigError, Slowdown, factor_of
 from megatron_resihp.control.commands import contact
 from megatron_resihp.control.commands.launch_options import RUNS
 from megatron_resihp.control.transport.store import Store, StoreError
-from megatron_resihp.protocol.answers import Refused
 from megatron_resihp.protocol.messages import SlowdownRequest
 
 
@@ -43,11 +42,7 @@ def run(namespace: argparse.Namespace) -> int:
     except (ConfigError, StoreError, TimeoutError) as error:
         print(f"resihp: {error}", file=sys.stderr)
         return 2
-    if isinstance(answer, Refused):
-        print(f"resihp: {answer.reason}", file=sys.stderr)
-        return 2
-    print(f"resihp: {answer.line}")
-    return 0
+    return contact.say(answer)
 
 
 def _worker(text: str) -> int:

@@ -48,6 +48,7 @@ class LaunchOptions:
         connect_timeout_s: how long nodes wait for each other at the start.
         max_restarts: how often a worker that died is started anew, at most.
         min_workers: the job ends when fewer than these survive.
+        drain_deadline_s: what was told to leave and has not by then counts as dead.
         stand_in: train on CPUs in place of GPUs.
     """
 
@@ -65,6 +66,7 @@ class LaunchOptions:
     connect_timeout_s: float = 300.0
     max_restarts: int = 0
     min_workers: int = 1
+    drain_deadline_s: float = 20.0
     stand_in: bool = False
 
     @property
@@ -107,6 +109,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the others train on meanwhile and then take it in (default 0)")  # fmt: skip
     add("--min-workers", type=int, default=LaunchOptions.min_workers, metavar="N", help="when fewer than N workers "
         "survive, save what they hold and end (default: go on as long as there is a plan)")  # fmt: skip
+    add("--drain-deadline", type=float, default=LaunchOptions.drain_deadline_s, metavar="SECONDS", help="what was told "
+        "to leave, by SIGTERM or resihp drain, and has not by then counts as dead (default %(default)g)")  # fmt: skip
     add("--stand-in", action="store_true", help="train on CPUs, with a stand-in for CUDA")
     torchrun_flags.add_flags(parser)
     add("script", metavar="SCRIPT", help="training script; all that follows belongs to it")
@@ -153,6 +157,7 @@ def options_of(
         logs=namespace.logs or ("both" if _asks_for_any(said.get("tee", "0")) else LaunchOptions.logs),
         max_restarts=said.get("max_restarts", 0),
         min_workers=namespace.min_workers,
+        drain_deadline_s=namespace.drain_deadline,
         stand_in=namespace.stand_in,
         **seconds,
     )
@@ -215,11 +220,11 @@ def check(options: LaunchOptions) -> None:
     if not 1 <= options.min_workers <= options.size.workers:
         mend = f"give 1 to {options.size.workers}, the workers at the start"
         raise LaunchError(f"--min-workers {options.min_workers} can't be; {mend}")
-    for name in ("heartbeat", "survivor", "connect"):
-        seconds = getattr(options, f"{name}_timeout_s")
+    for name in ("heartbeat-timeout", "survivor-timeout", "connect-timeout", "drain-deadline"):
+        seconds = getattr(options, f"{name.replace('-', '_')}_s")
         if not 0 < seconds <= LONGEST_WAIT_S:
             mend = f"give more than 0 and at most {LONGEST_WAIT_S:.0f} seconds, a week"
-            raise LaunchError(f"--{name}-timeout {seconds:g} can't be; {mend}")
+            raise LaunchError(f"--{name} {seconds:g} can't be; {mend}")
     if most_nodes > 1 and options.run_dir is None:
         raise LaunchError("several nodes need one run directory; give all of them the same --run-dir")
     if options.module is not None:

@@ -287,7 +287,7 @@ def _serve(
         lambda store: _introduce(options, seat, store, mailbox, uplink),
         mailbox.end,
         lambda slowness: injector.slow(slowness.speeds),
-        mailbox.give_up,
+        mailbox.put,
         seat.numbers[0],
     )
     processes = Processes(workers, watcher, injector, reaper)
@@ -314,7 +314,7 @@ def _open_headquarters(options: LaunchOptions, seat: _Seat, mailbox: Mailbox) ->
     seat.sink.follow(bus)
     detection = Detection(lambda: _make_judge(seat.run_dir, requests.validate), bus)
     replanner = Replanner(seat.run_dir, size, bus, requests.change_plan)
-    limits = Limits(options.survivor_timeout_s, min_workers=options.min_workers)
+    limits = Limits(options.survivor_timeout_s, min_workers=options.min_workers, drain_s=options.drain_deadline_s)
     job = Job(size, list(options.command), limits, seat.token, seat.run_dir)
     return Headquarters(seat.address, seat.listener, bus, requests, job, meeting, detection, replanner, mailbox.end)
 

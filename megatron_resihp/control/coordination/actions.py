@@ -53,6 +53,13 @@ class Reopen:
 
 
 @dataclass(frozen=True)
+class AskDown:
+    """Ask the cluster's manager, if there is one, which of these nodes are down; `NodesDown` is its answer."""
+
+    nodes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Log:
     event: Event
 
@@ -66,7 +73,9 @@ class End:
     at_once: bool = False
 
 
-Action = EpochPlan | EmergencyCheckpointOrder | Go | Notify | Reply | Reopen | Log | LogsWanted | LogPage | End
+Action = (
+    EpochPlan | EmergencyCheckpointOrder | Go | Notify | Reply | Reopen | AskDown | Log | LogsWanted | LogPage | End
+)
 
 
 @dataclass(frozen=True)
@@ -81,6 +90,8 @@ class Limits:
         save_s: how long survivors may write what they hold when no plan exists.
         recoveries_per_iteration: more recoveries than this without a step between them end the job.
         min_workers: fewer survivors than these end it.
+        word_s: how long word of lost members is waited for, if too few are accounted for.
+        drain_s: workers that were told to leave, and are still in the plan this long after, are given up for dead.
     """
 
     report_s: float = 60.0
@@ -89,3 +100,5 @@ class Limits:
     save_s: float = 600.0
     recoveries_per_iteration: int = 8
     min_workers: int = 1
+    word_s: float = 20.0
+    drain_s: float = 20.0

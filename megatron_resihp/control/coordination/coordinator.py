@@ -17,6 +17,7 @@ from megatron_resihp.config import ConfigError, Slowdown
 from megatron_resihp.control import keys
 from megatron_resihp.control.coordination.actions import (
     Action,
+    AskDown,
     End,
     Limits,
     Log,
@@ -40,8 +41,8 @@ from megatron_resihp.events.training import Iteration
 from megatron_resihp.events.workers import WorkerDead
 from megatron_resihp.protocol import answers
 from megatron_resihp.protocol.logs import LogPage, LogsWanted
-from megatron_resihp.protocol.messages import JobStarted, PlanRequest, SlowdownRequest
-from megatron_resihp.protocol.notices import NOTICES
+from megatron_resihp.protocol.messages import JobStarted, NodesDown, SlowdownRequest
+from megatron_resihp.protocol.notices import NOTICES, ValidationOrder
 from megatron_resihp.protocol.published import DECISIONS, END, GO, EmergencyCheckpointOrder, EpochPlan, Go, JobEnd
 from megatron_resihp.protocol.wire import COORDINATOR
 
@@ -80,6 +81,7 @@ class Coordinator:
         clock: seconds that bounded waits count; not to be set while the job runs.
         on_heard: called again and again, whenever all that has been said is heard.
         write_log: takes what of Megatron's log is to be written; must not block.
+        ask_down: asks which of these nodes are down, for an answer by `requests`; None: nobody knows.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
         on_heard: Callable[[], None] = lambda: None,
         write_log: Callable[[LogsWanted | LogPage], None] = lambda part: None,
+        ask_down: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         self._store = store
         self._write_event = write_event
@@ -110,6 +113,7 @@ class Coordinator:
         self._clock = clock
         self._on_heard = on_heard
         self._write_log = write_log
+        self._ask_down = ask_down or self._say_none_down
         self._ticked_at = clock()
         self._absence = Absence(AWAY_S)
         self._slowness = SlownessDesk(size.workers)
@@ -164,7 +168,7 @@ class Coordinator:
         passed_s, self._ticked_at = now - self._ticked_at, now
         yield self._membership.tick(passed_s - self._absence.before(now), time.time())
         for request in self._requests.take():
-            yield self._react(request) if isinstance(request, PlanRequest) else [Notify(request)]
+            yield [Notify(request)] if isinstance(request, ValidationOrder) else self._react(request)
 
     def _react_to(self, taken: list[Heard]) -> list[Action]:
         return [action for message in taken for action in self._react(message)]
@@ -204,6 +208,9 @@ class Coordinator:
             workers=slowdown.workers, factor=slowdown.factor, iteration=slowdown.iteration, speeds=speeds, links=links
         )
 
+    def _say_none_down(self, nodes: Sequence[int]) -> None:
+        self._requests.tell_down(NodesDown((), time.time()))
+
     def _carry_out(self, action: Action) -> int | None:
         match action:
             case Log(event):
@@ -217,6 +224,8 @@ class Coordinator:
                 self._publish(keys.plan_key(epoch), DECISIONS.write(action, COORDINATOR))
             case Reopen(node, workers):
                 self._reopen(node, workers)
+            case AskDown(nodes):
+                self._ask_down(nodes)
             case LogsWanted() | LogPage():
                 self._write_log(action)
             case Go(epoch):

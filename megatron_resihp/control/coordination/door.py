@@ -34,6 +34,8 @@ from megatron_resihp.plan import PlanError
 from megatron_resihp.plan.layers import check_chunks
 from megatron_resihp.protocol.messages import (
     MESSAGES,
+    DrainRequest,
+    EndRequest,
     EventsReported,
     JobStarted,
     JoinRequest,
@@ -41,11 +43,13 @@ from megatron_resihp.protocol.messages import (
     Message,
     ModelBuilt,
     NodeLost,
+    NodesDown,
     PlanRequest,
     SaveRequest,
     SlowdownRequest,
     StopRequest,
     WordOfAgent,
+    WordOfCommand,
     WordOfWorker,
     WorkerRestarted,
 )
@@ -61,7 +65,7 @@ class Reported:
     events: tuple[Event, ...]
 
 
-Heard = WordOfWorker | WordOfAgent | PlanRequest | SlowdownRequest | Reported
+Heard = WordOfWorker | WordOfAgent | WordOfCommand | SlowdownRequest | Reported
 """What reaches the coordinator."""
 
 _MOST: Final = 1 << 63
@@ -160,8 +164,11 @@ def _wrong_names(message: Message, size: JobSize, may_exist: Callable[[int], boo
     match message:
         case NodeLost(node=node) | LeaveRequest(node=node):
             return f"'node' is {node}, which the job does not have" if node >= size.most_nodes else None
-        case PlanRequest() | SlowdownRequest() | StopRequest() | SaveRequest():
-            return None
+        case NodesDown(nodes=nodes):
+            unknown = [node for node in nodes if node >= size.most_nodes]
+            return f"'nodes' has {unknown[0]}, which the job does not have" if unknown else None
+        case PlanRequest() | DrainRequest() | EndRequest() | SlowdownRequest() | StopRequest() | SaveRequest():
+            return None  # commands are answered
         case WorkerRestarted():
             workers = (message.worker, message.instead_of)
         case _:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 
-from megatron_resihp.protocol.messages import PlanRequest
+from megatron_resihp.protocol.messages import NodesDown, PlanRequest
 from megatron_resihp.protocol.notices import ValidationOrder
 
 
@@ -16,7 +16,7 @@ class Requests:
     """Calls from any thread, in their order."""
 
     def __init__(self) -> None:
-        self._waiting: queue.SimpleQueue[ValidationOrder | PlanRequest] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[ValidationOrder | PlanRequest | NodesDown] = queue.SimpleQueue()
 
     def validate(self, order: ValidationOrder) -> None:
         """Have workers measure."""
@@ -26,6 +26,10 @@ class Requests:
         """Have another plan taken."""
         self._waiting.put(request)
 
-    def take(self) -> list[ValidationOrder | PlanRequest]:
+    def tell_down(self, message: NodesDown) -> None:
+        """Tell what was asked by `AskDown`."""
+        self._waiting.put(message)
+
+    def take(self) -> list[ValidationOrder | PlanRequest | NodesDown]:
         """The requests since the last call; for the coordinator."""
         return [self._waiting.get() for _ in range(self._waiting.qsize())]

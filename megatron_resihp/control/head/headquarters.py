@@ -6,6 +6,7 @@ May import: the standard library and this package's modules.
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -23,6 +24,7 @@ from megatron_resihp.control.coordination.requests import Requests
 from megatron_resihp.control.head import returning
 from megatron_resihp.control.head.detection import Detection
 from megatron_resihp.control.head.logs.logbook import Logbook
+from megatron_resihp.control.head.slurm import SlurmQuery
 from megatron_resihp.control.head.stalls import FOLLOWED, StallWatch
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.node.mailbox import Ending
@@ -154,7 +156,7 @@ class Headquarters:
             store, self._bus.publish, job.size, job.command, job.limits,
             requests=self._requests, next_plan=self._replanner.next_plan,
             reopen=partial(returning.offer, job.run_dir), on_heard=self._look_for_stalls,
-            write_log=self._logbook.take,
+            write_log=self._logbook.take, ask_down=SlurmQuery(os.environ, job.size.nodes, self._requests.tell_down).ask,
         )  # fmt: skip
 
     def _open(self) -> TcpStore:

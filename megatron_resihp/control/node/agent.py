@@ -17,7 +17,7 @@ from typing import Final
 from megatron_resihp.control import exit_codes, linux
 from megatron_resihp.control.causes import MemoryKills, known_cause
 from megatron_resihp.control.node.link import Link
-from megatron_resihp.control.node.mailbox import Ending, GivenUp, Mailbox
+from megatron_resihp.control.node.mailbox import Drained, Ending, GivenUp, Mailbox
 from megatron_resihp.control.node.processes import Processes
 from megatron_resihp.control.node.schedule import Schedule
 from megatron_resihp.control.node.starting import Starter, Worker
@@ -92,6 +92,7 @@ class Agent:
         self._memory_kills = MemoryKills()
         self._ending: Ending | None = None
         self._stop_asked = False
+        self._drained = False
         self._told_to_end = False
         self._abandoned = False
         self._schedule = Schedule()
@@ -135,6 +136,8 @@ class Agent:
                 self._end(letter, now)
             elif isinstance(letter, GivenUp):
                 self._end_given_up(letter)
+            elif isinstance(letter, Drained):
+                self._drain(letter)
             else:
                 self._on_signal(letter, now)
         self._schedule.run_due(now)
@@ -213,16 +216,24 @@ class Agent:
             self._schedule.replace((now + ABANDON_S, self._abandon))
             return
         self._told_to_end = self._told_to_end or number != signal.SIGUSR1
-        if self._stop_asked:
+        if self._stop_asked and not self._drained:
             return
-        self._stop_asked = True
+        # What a command has begun may have less time now, or end with all the job.
+        self._stop_asked, self._drained = True, False
         if number == signal.SIGTERM and self._node > 0:
             self._schedule.add(now + ASK_TO_LEAVE_AFTER_S, self._ask_to_leave)
         else:
             self._link.post(StopRequest(number, time.time()))
 
-    def _ask_to_leave(self) -> None:
-        self._link.post(LeaveRequest(self._node, self._link.name, time.time()))
+    def _ask_to_leave(self, ordered: bool = False) -> None:
+        self._link.post(LeaveRequest(self._node, self._link.name, time.time(), ordered))
+
+    def _drain(self, drained: Drained) -> None:
+        """Notices are read from the first on: one may be about an agent that was here before, and had other workers."""
+        if self._stop_asked or not any(worker.number in drained.workers for worker in self._processes.all()):
+            return
+        self._stop_asked = self._drained = True
+        self._ask_to_leave(ordered=True)
 
     def _end(self, ending: Ending, now: float) -> None:
         if self._ending is not None:

@@ -14,13 +14,21 @@ from collections.abc import Callable
 from typing import Final
 
 from megatron_resihp.control import exit_codes, keys
-from megatron_resihp.control.node.mailbox import Ending, GivenUp, coordinator_lost
+from megatron_resihp.control.node.mailbox import Drained, Ending, GivenUp, coordinator_lost
 from megatron_resihp.control.slowness import Slowness
 from megatron_resihp.control.transport.liveness import LivenessConnection
 from megatron_resihp.control.transport.reader import Reader
 from megatron_resihp.control.transport.store import Store, StoreError
 from megatron_resihp.protocol.messages import MESSAGES, Message
-from megatron_resihp.protocol.notices import NOTICES, JobEnds, NodeReleased, Notice, SlownessChanged, WorkersGivenUp
+from megatron_resihp.protocol.notices import (
+    NOTICES,
+    DrainOrder,
+    JobEnds,
+    NodeReleased,
+    Notice,
+    SlownessChanged,
+    WorkersGivenUp,
+)
 from megatron_resihp.protocol.published import END
 
 SLICE_S: Final = 1.0
@@ -40,7 +48,7 @@ class Link:
             connection that it returns is held as long as the link.
         on_end: told, in a thread of the link, how the workers are to end.
         on_slowness: told, in another, what fault injections have slowed, where agents have to do it.
-        on_given_up: told, in that one too, which workers the coordinator has given up.
+        on_letter: told, in that one too, which workers the coordinator has given up, and whose nodes are to leave.
         name: that no other agent of this run has, nor has had: the id of its first worker.
     """
 
@@ -50,7 +58,7 @@ class Link:
         introduce: Callable[[Store], LivenessConnection | None],
         on_end: Callable[[Ending], None],
         on_slowness: Callable[[Slowness], None],
-        on_given_up: Callable[[GivenUp], None] = lambda given_up: None,
+        on_letter: Callable[[GivenUp | Drained], None] = lambda letter: None,
         name: int = 0,
     ) -> None:
         self.name = name
@@ -58,7 +66,7 @@ class Link:
         self._introduce = introduce
         self._on_end = on_end
         self._on_slowness = on_slowness
-        self._on_given_up = on_given_up
+        self._on_letter = on_letter
         self._letterhead, self._posted = secrets.token_hex(4), 0
         self._letters: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._liveness: LivenessConnection | None = None
@@ -145,7 +153,9 @@ class Link:
             case SlownessChanged(by_agents=True):
                 self._on_slowness(Slowness.of(notice))
             case WorkersGivenUp(workers, _, for_good):
-                self._on_given_up(GivenUp(frozenset(workers), for_good))
+                self._on_letter(GivenUp(frozenset(workers), for_good))
+            case DrainOrder(workers):
+                self._on_letter(Drained(frozenset(workers)))
             case NodeReleased(agent, workers) if agent == self.name:
                 reason = "this node has left the job, which goes on"
                 self._on_end(Ending(exit_codes.FINISHED, reason, LEAVING_S, members=frozenset(workers)))

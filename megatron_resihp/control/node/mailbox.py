@@ -60,6 +60,13 @@ class GivenUp:
     for_good: bool = False
 
 
+@dataclass(frozen=True)
+class Drained:
+    """The nodes of these workers are to leave."""
+
+    workers: frozenset[int]
+
+
 class Mailbox:
     """Letters from any thread and signals from their handlers; whatever comes makes `fileno` readable."""
 
@@ -67,7 +74,7 @@ class Mailbox:
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
-        self._letters: deque[Ending | GivenUp] = deque()
+        self._letters: deque[Ending | GivenUp | Drained] = deque()
         self._signals: deque[int] = deque()
 
     def fileno(self) -> int:
@@ -78,18 +85,18 @@ class Mailbox:
         self._letters.append(ending)
         self._wake()
 
-    def give_up(self, given_up: GivenUp) -> None:
+    def put(self, letter: GivenUp | Drained) -> None:
         """Thread-safe."""
-        self._letters.append(given_up)
+        self._letters.append(letter)
         self._wake()
 
-    def take(self) -> list[Ending | GivenUp | int]:
+    def take(self) -> list[Ending | GivenUp | Drained | int]:
         """Everything that came, signals first."""
         try:
             self._reader.recv(4096)
         except BlockingIOError:
             pass
-        taken: list[Ending | GivenUp | int] = []
+        taken: list[Ending | GivenUp | Drained | int] = []
         while self._signals:
             taken.append(self._signals.popleft())
         while self._letters:

@@ -145,7 +145,7 @@ class WorkerControl:
         decision = DECISIONS.read(self._await(keys.plan_key(epoch), self.heard.check_job)).body
         if isinstance(decision, EpochPlan):
             if self.worker in decision.leaving:
-                raise JobEnded(0, "its node leaves")
+                raise JobEnded(0, "it was told to leave")
             if self.worker not in decision.plan.members:
                 raise JobEnded(exit_codes.FENCED, "this worker was given up for dead and is fenced")
             self.members = decision.plan.members

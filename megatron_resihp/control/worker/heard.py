@@ -17,6 +17,7 @@ from megatron_resihp.control.transport.store import Store, StoreError
 from megatron_resihp.control.worker.errors import CoordinatorLost, EpochBroken, JobEnded
 from megatron_resihp.protocol.notices import (
     NOTICES,
+    DrainOrder,
     EpochIsBroken,
     JobEnds,
     NodeReleased,
@@ -185,7 +186,7 @@ class Heard:
             case SaveOrder(number):
                 # Orders from before a worker was there have been carried out.
                 self.to_save = 0 if self.epoch == NO_EPOCH else number
-            case NodeReleased():
+            case NodeReleased() | DrainOrder():
                 pass  # for agents
             case SlownessChanged():
                 self.slowness = Slowness.of(notice)

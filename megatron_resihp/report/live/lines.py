@@ -33,7 +33,14 @@ from megatron_resihp.events.replanning import (
     WouldChange,
 )
 from megatron_resihp.events.training import Checkpoint
-from megatron_resihp.events.workers import LinkFailed, NodeLeft, WorkerFailed, WorkerRestarted, WorkerWaiting
+from megatron_resihp.events.workers import (
+    LinkFailed,
+    NodeLeft,
+    WorkerFailed,
+    WorkerRestarted,
+    WorkersLeft,
+    WorkerWaiting,
+)
 from megatron_resihp.report.words import count, duration, listing, verdict, worker_at
 
 Places = Mapping[int, str]
@@ -72,6 +79,11 @@ def _link_failed(event: LinkFailed, places: Places) -> list[str]:
 @lines_of.register
 def _node_left(event: NodeLeft, places: Places) -> list[str]:
     return [f"node {event.node} has left with {count(len(event.left), 'worker')}"]
+
+
+@lines_of.register
+def _workers_left(event: WorkersLeft, places: Places) -> list[str]:
+    return [f"{count(len(event.left), 'worker')} left: {', '.join(map(str, event.left))}"]
 
 
 # ---- the job

@@ -17,7 +17,9 @@ from megatron_resihp.protocol.logs import (
 from megatron_resihp.protocol.messages import (
     CommunicationFailed,
     ConnectionLost,
+    DrainRequest,
     EmergencyCheckpointWritten,
+    EndRequest,
     EventsReported,
     FirstStepFailed,
     GroupsPrepared,
@@ -28,6 +30,7 @@ from megatron_resihp.protocol.messages import (
     Message,
     ModelBuilt,
     NodeLost,
+    NodesDown,
     PlanRequest,
     ProcessExited,
     Ready,
@@ -42,6 +45,7 @@ from megatron_resihp.protocol.messages import (
 )
 from megatron_resihp.protocol.notices import (
     NOTICES,
+    DrainOrder,
     EpochIsBroken,
     JobEnds,
     MatrixProduct,
@@ -88,11 +92,14 @@ TOLD: tuple[Message, ...] = (
     EventsReported(3, (EVENT,)),
     PlanRequest(PLAN, "by hand", patient=True, answer="answer/1"),
     SlowdownRequest((1,), 0.5, answer="answer/2"),
+    DrainRequest((1,), (0,), 20.0, "answer/3"),
+    EndRequest(True, "answer/4"),
     ProcessExited(2, -9, 10.0),
     HeartbeatsMissing(2, 6.0, 10.0),
     ConnectionLost(2, 10.0),
     WorkerRestarted(6, 2, 10.0),
     NodeLost(1, "connection lost", 10.0),
+    NodesDown((1,), 10.0),
     StopRequest(15, 10.0),
     LeaveRequest(1, 2, 10.0),
     SaveRequest(10.0),
@@ -105,5 +112,5 @@ PUBLISHED = (
     (NOTICES, ValidationOrder(1, 0, (MatrixProduct((0, 1), 8, 8, 8),), (Transfer(0, 1, 4),))),
     (NOTICES, WorkersTakenIn(1, (5,))), (NOTICES, WorkersGivenUp((1,), "silent")),
     (NOTICES, WorkerDismissed(1, "too late")), (NOTICES, NodeReleased(0, (0, 1))), (NOTICES, SaveOrder(1)),
-    (NOTICES, OthersFinish()),
+    (NOTICES, OthersFinish()), (NOTICES, DrainOrder((2, 3))),
 )  # fmt: skip

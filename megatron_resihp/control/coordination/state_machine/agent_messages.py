@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What follows from each message of an agent, and from a request for a plan.
+"""What follows from each message of an agent.
 
 May import `plan`, `protocol` and pure modules of `control`.
 """
@@ -20,7 +20,7 @@ from megatron_resihp.protocol.messages import (
     HeartbeatsMissing,
     LeaveRequest,
     NodeLost,
-    PlanRequest,
+    NodesDown,
     ProcessExited,
     SaveRequest,
     StopRequest,
@@ -42,11 +42,13 @@ class AgentMessages:
         self._epochs = epochs
         self._workers = workers
 
-    def handle(self, message: WordOfAgent | PlanRequest, now: float) -> list[Action]:
+    def handle(self, message: WordOfAgent, now: float) -> list[Action]:
         """React to one message; arguments as of `Membership.handle`."""
         match message:
-            case PlanRequest():
-                return self._changes.ask_for(message)
+            case ProcessExited(worker) | HeartbeatsMissing(worker) | ConnectionLost(worker) if (
+                self._state.accounts.hear_of([worker])
+            ):
+                return self._epochs.decide(now)  # it was given up before
             case ProcessExited():
                 return self._on_exited(message, now)
             case HeartbeatsMissing(worker, silence_s, time):
@@ -58,10 +60,12 @@ class AgentMessages:
                 return [Log(events.WorkerRestarted(restarted=worker, instead_of=before))]
             case NodeLost():
                 return self._on_node_lost(message, now)
+            case NodesDown(nodes):
+                return self._on_down(nodes, now)
             case StopRequest(number):
                 return self._ends.stop(number, f"stopped by signal {number}")
             case LeaveRequest():
-                return self._on_leave(message)
+                return self._on_leave(message, now)
             case SaveRequest():
                 self._state.ending.saves += 1
                 return [Notify(SaveOrder(self._state.ending.saves))]
@@ -83,15 +87,37 @@ class AgentMessages:
         state, node = self._state, message.node
         known = {*range(state.job.size.workers), *state.living, *state.joining.waiting}
         workers = sorted(worker for worker in known if state.joining.node_of(worker) == node)
+        state.accounts.lose(w for w in workers if w not in state.dead.keys() | state.done or w in state.accounts.late)
         actions = self._epochs.die({w: f"node lost: {message.cause}" for w in workers}, message.time, now)
+        actions += self._epochs.decide(now)  # perhaps no death is news, but whose word is waited for
         return actions if state.phase is Phase.ENDED else [*actions, Reopen(node, state.joining.ids_for(node))]
 
-    def _on_leave(self, message: LeaveRequest) -> list[Action]:
+    def _on_down(self, nodes: tuple[int, ...], now: float) -> list[Action]:
+        """What was asked is answered; workers of these nodes can't be alive."""
+        state = self._state
+        state.accounts.unanswered = False
+        state.accounts.hear_of([w for w in state.dead if state.joining.node_of(w) in nodes])
+        return self._epochs.decide(now)
+
+    def _on_leave(self, message: LeaveRequest, now: float) -> list[Action]:
         """A node is to be taken away in order; others were told so, too, if the whole job is to end."""
         state, node = self._state, message.node
         if state.ending.stop_signal:
             return []
         if state.phase is Phase.STARTING:
             return self._ends.stop(signal.SIGTERM, f"node {node} left")
+        if not message.ordered:
+            if most := self._most_are_told(node, now):
+                return self._ends.stop(signal.SIGTERM, most)
+            here = (worker for worker in state.living if state.joining.node_of(worker) == node)
+            state.departures.due(here, state.limits.drain_s)
         state.departures.agents[node] = message.agent
         return self._changes.depart()
+
+    def _most_are_told(self, node: int, now: float) -> str:
+        """A signal tells a node to leave; in words, if it tells more than half of them."""
+        state = self._state
+        here = {0} | {state.joining.node_of(worker) for worker in state.living | state.joining.waiting}
+        told = state.departures.told_together(node, now)
+        most = 2 * len(told) > len(here | told)
+        return f"{len(told)} of {len(here | told)} nodes were told to end at once" if most else ""

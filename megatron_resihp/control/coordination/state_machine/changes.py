@@ -5,8 +5,10 @@ May import `plan`, `planner`, `protocol` and pure modules of `control`.
 """
 
 import signal
+from collections.abc import Iterable
 
 from megatron_resihp.control.coordination.actions import Action, Log, Notify, Phase, Reply
+from megatron_resihp.control.coordination.state_machine.departures import named
 from megatron_resihp.control.coordination.state_machine.ends import Ends
 from megatron_resihp.control.coordination.state_machine.plans import Plans
 from megatron_resihp.control.coordination.state_machine.state import State
@@ -22,12 +24,12 @@ from megatron_resihp.control.replanning.change import (
 )
 from megatron_resihp.control.replanning.modes import mode_of
 from megatron_resihp.events import replanning
-from megatron_resihp.events.workers import NodeLeft
+from megatron_resihp.events.workers import NodeLeft, WorkersLeft
 from megatron_resihp.plan import ParallelPlan, PlanError
 from megatron_resihp.planner import NoPlanError
 from megatron_resihp.protocol.answers import Accepted, Answer, Refused
 from megatron_resihp.protocol.messages import PlanRequest
-from megatron_resihp.protocol.notices import NodeReleased, PlanChange
+from megatron_resihp.protocol.notices import NodeReleased, PlanChange, WorkersGivenUp
 
 
 class ChangesByChoice:
@@ -56,7 +58,7 @@ class ChangesByChoice:
             change = self._asked_change(request)
         except ChangeRefused as error:
             refused = Log(replanning.ChangeRefused(why=request.why, reason=str(error)))
-            return [refused, *_reply(request.answer, Refused(str(error)))]
+            return [refused, *reply(request.answer, Refused(str(error)))]
         return self._begin(change, request.answer)
 
     def _asked_change(self, request: PlanRequest) -> Change:
@@ -93,7 +95,7 @@ class ChangesByChoice:
                 changes=tuple(lines),
             )),
             Notify(PlanChange(change.number, self._state.epoch, change.plan)),
-            *_reply(answer, Accepted(f"change {change.number} begins after an iteration", lines)),
+            *reply(answer, Accepted(f"change {change.number} begins after an iteration", lines)),
         ]  # fmt: skip
 
     def _check_that_changes_can_be(self) -> None:
@@ -131,10 +133,10 @@ class ChangesByChoice:
             return [Log(replanning.ChangeRefused(why=why, reason=str(error)))]
         return self._begin(self._next_change(plan, why)) if taken else []
 
-    # ---- nodes that leave
+    # ---- nodes and workers that leave
 
     def depart(self) -> list[Action]:
-        """Plan around the nodes that are to leave, once training goes on; where no plan is left, all stop in order."""
+        """Plan around what is to leave, once training goes on; where no plan is left, all stop in order."""
         state, actions = self._state, self.let_go()
         leaving = state.departures.among(state.living)
         try:
@@ -143,30 +145,42 @@ class ChangesByChoice:
             return actions
         if not leaving:
             return actions
-        nodes = ", ".join(f"node {node}" for node in sorted(state.departures.agents))
+        who = named(state.departures.agents, state.departures.workers)
         try:
             plan, told = self._plans.plan_for(self._plans.held_by(state.living - leaving))
         except NoPlanError as error:
-            reason = f"{nodes} is to leave, and there is no plan without its workers: {error}"
+            reason = f"told to leave: {who}; there is no plan for the others: {error}"
             return actions + self._ends.stop(signal.SIGTERM, reason)
-        change = self._next_change(plan, f"{nodes} leaves", leaving)
+        change = self._next_change(plan, f"{who} leaves", leaving)
         return [*actions, *map(Log, told), *self._begin(change)]
 
     def let_go(self) -> list[Action]:
-        """Release the nodes that are to leave and have no members any more."""
+        """Release what is to leave and is in no plan any more."""
         state, actions = self._state, list[Action]()
         for node in state.departures.without_members(state.living):
             agent = state.departures.agents.pop(node)
             known = {*range(state.job.size.workers), *state.joining.waiting, *state.reports.records}
             here = {worker for worker in known - state.dead.keys() if state.joining.node_of(worker) == node}
-            workers = sorted(here)
-            state.dead.update(dict.fromkeys(workers, "left"))
-            state.departures.left.update(workers)
-            state.joining.waiting.difference_update(workers)
-            actions.append(Log(NodeLeft(node=node, left=tuple(workers))))
-            actions.append(Notify(NodeReleased(agent, tuple(workers))))
+            workers = self._have_left(here)
+            actions.append(Log(NodeLeft(node=node, left=workers)))
+            actions.append(Notify(NodeReleased(agent, workers)))
+        alone = state.departures.workers - state.living
+        state.departures.workers -= alone
+        waiting = tuple(sorted(alone & state.joining.waiting))
+        if left := self._have_left(alone - state.dead.keys()):
+            actions.append(Log(WorkersLeft(left=left)))
+        if waiting:  # members read in the plan that leaves them out that they are to end
+            actions.append(Notify(WorkersGivenUp(waiting, "told to leave", for_good=True)))
         return actions
 
+    def _have_left(self, workers: Iterable[int]) -> tuple[int, ...]:
+        state, left = self._state, tuple(sorted(workers))
+        state.dead.update(dict.fromkeys(left, "left"))
+        state.departures.left.update(left)
+        state.joining.waiting.difference_update(left)
+        return left
 
-def _reply(key: str | None, answer: Answer) -> list[Action]:
+
+def reply(key: str | None, answer: Answer) -> list[Action]:
+    """To who waits for it. `key`: where it is looked for; None: no one waits."""
     return [] if key is None else [Reply(key, answer)]

@@ -4,10 +4,11 @@
 May import `plan`, `planner`, `protocol` and pure modules of `control`.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from megatron_resihp.control import exit_codes
-from megatron_resihp.control.coordination.actions import Action, Log, Notify, Phase
+from megatron_resihp.control.coordination.actions import Action, AskDown, Log, Notify, Phase
 from megatron_resihp.control.coordination.epoch_events import agreed, epoch_started, reconfiguration, recovery
 from megatron_resihp.control.coordination.record import NoCommitError, resolve
 from megatron_resihp.control.coordination.state_machine.changes import ChangesByChoice
@@ -49,6 +50,7 @@ class Epochs:
             dead = state.dead.keys() - state.departures.left
             actions.append(Log(recovery(state.epoch, state.commit, ready, dead, state.broken_at, now)))
         state.phase, state.left_s, state.changes.under_way, state.running = Phase.RUNNING, None, None, plan
+        state.accounts.settle()
         return actions + self._changes.after_go()
 
     # ---- how an epoch ends
@@ -70,6 +72,19 @@ class Epochs:
             return actions + self._ends.saved_by(fresh)
         cause = "; ".join(f"worker {w}: {cause}" for w, cause in fresh.items())
         return actions + self.break_epoch(cause, now) + self.decide(now)
+
+    def give_up(self, workers: Iterable[int], cause: str, now: float, for_good: bool = False) -> list[Action]:
+        """These workers count as dead, though their processes may run: their agents end them, and tell of that.
+
+        Args:
+            for_good: none are started in their places.
+        """
+        state, given_up = self._state, tuple(sorted(workers))
+        # Who has reported is reached, and so are the agent and all workers of node 0.
+        reached = state.reports.records.keys() if state.phase is Phase.REPORTING else ()
+        state.accounts.late.update(w for w in given_up if w not in reached and state.joining.node_of(w) > 0)
+        notice = Notify(WorkersGivenUp(given_up, cause, for_good))
+        return [notice, *self.die(dict.fromkeys(given_up, cause), now, now)]
 
     def _note_deaths(self, causes: dict[int, str], died_at: float, now: float) -> list[Action]:
         state = self._state
@@ -102,6 +117,7 @@ class Epochs:
         if not leaving:  # a worker that has reported by choice doesn't report again
             state.reports.clear()
         state.reports.unreachable = {}
+        state.accounts.begin()
         state.changes.under_way = None
         state.phase, state.left_s = Phase.REPORTING, state.limits.report_s
         return self.broken(cause, probe)
@@ -133,9 +149,11 @@ class Epochs:
             return self._ends.none_is_left()
         if state.living - set(reports.records):
             return []
+        if (awaited := self._await_word()) is not None:
+            return awaited
         reports.links.note(state.epoch, reports.unreachable)
         separated = reports.links.separated(state.living, self._plans.capacity_without)
-        if separated is not None and separated.without:
+        if separated is not None and separated.without and not state.ending.save_reason:
             return self._leave_out(separated, now)
         try:
             commit = resolve(reports.records.values(), state.commit, state.job.pages.reached)
@@ -152,9 +170,25 @@ class Epochs:
         self._state.reports.links.left_out.update(without)
         return [
             Log(LinkFailed(reason=separated.why, left_out=tuple(without))),
-            Notify(WorkersGivenUp(tuple(without), why, for_good=True)),
-            *self.die(dict.fromkeys(without, why), now, now),
+            *self.give_up(without, why, now, for_good=True),
         ]
+
+    def _await_word(self) -> list[Action] | None:
+        """If too few members are accounted for, wait for word of the others, for a while; then the job saves and ends.
+
+        Returns None if there is nothing to wait for.
+        """
+        state, accounts = self._state, self._state.accounts
+        members = state.running.members if state.running is not None else ()
+        if state.ending.save_reason or not (short := accounts.short(members)):
+            return None
+        nodes = accounts.to_ask(members, state.joining.node_of)
+        if not accounts.awaits_word(members):
+            state.ending.save_reason = short
+            return None
+        if not accounts.waiting:
+            accounts.waiting, state.left_s = True, state.limits.word_s
+        return [AskDown(nodes)] if nodes else []
 
     def _commit(self, commit: Commit) -> list[Action]:
         state = self._state

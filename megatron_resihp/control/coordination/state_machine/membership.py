@@ -5,9 +5,10 @@ May import `protocol` and this package's other modules.
 """
 
 from megatron_resihp.control import exit_codes
-from megatron_resihp.control.coordination.actions import Action, Limits, Notify, Phase
+from megatron_resihp.control.coordination.actions import Action, Limits, Phase
 from megatron_resihp.control.coordination.state_machine.agent_messages import AgentMessages
 from megatron_resihp.control.coordination.state_machine.changes import ChangesByChoice
+from megatron_resihp.control.coordination.state_machine.command_messages import CommandMessages
 from megatron_resihp.control.coordination.state_machine.ends import Ends
 from megatron_resihp.control.coordination.state_machine.epochs import Epochs
 from megatron_resihp.control.coordination.state_machine.plans import Plans
@@ -15,8 +16,7 @@ from megatron_resihp.control.coordination.state_machine.state import Job, State
 from megatron_resihp.control.coordination.state_machine.worker_messages import WorkerMessages
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.replanning.next_plan import NextPlan, uniform_or_less
-from megatron_resihp.protocol.messages import PlanRequest, WordOfAgent, WordOfWorker
-from megatron_resihp.protocol.notices import WorkersGivenUp
+from megatron_resihp.protocol.messages import WordOfAgent, WordOfCommand, WordOfWorker
 
 
 class Membership:
@@ -37,8 +37,9 @@ class Membership:
         self._epochs = Epochs(self.state, plans, self._ends, changes)
         self._workers = WorkerMessages(self.state, self._ends, changes, self._epochs)
         self._agents = AgentMessages(self.state, self._ends, changes, self._epochs, self._workers)
+        self._commands = CommandMessages(self.state, self._ends, changes)
 
-    def handle(self, message: WordOfWorker | WordOfAgent | PlanRequest, now: float) -> list[Action]:
+    def handle(self, message: WordOfWorker | WordOfAgent | WordOfCommand, now: float) -> list[Action]:
         """React to one message.
 
         Args:
@@ -49,6 +50,8 @@ class Membership:
             return []
         if isinstance(message, WordOfWorker):
             return self._workers.handle(message, now)
+        if isinstance(message, WordOfCommand):
+            return self._commands.handle(message)
         return self._agents.handle(message, now)
 
     def tick(self, passed_s: float, now: float) -> list[Action]:
@@ -57,6 +60,10 @@ class Membership:
         Args:
             passed_s: since the last call, as far as messages of that time have been handled.
         """
+        return self._wait_over(passed_s, now) + self._drains_over(passed_s, now)
+
+    def _wait_over(self, passed_s: float, now: float) -> list[Action]:
+        """The wait of this phase."""
         state = self.state
         if state.left_s is None:
             return []
@@ -78,13 +85,23 @@ class Membership:
 
     def _reports_late(self, now: float) -> list[Action]:
         state = self.state
+        if state.accounts.waiting:
+            state.accounts.over = True
+            return self._epochs.decide(now)
         if state.changes.under_way is not None:
             number, bound = state.changes.under_way.number, state.limits.leave_s
             return self._epochs.break_epoch(f"not all have left for change {number} within {bound:g} s", now)
         late = state.living - set(state.reports.records)
-        cause = f"did not report within {state.limits.report_s:g} s"
-        given_up = Notify(WorkersGivenUp(tuple(sorted(late)), cause))
-        return [given_up, *self._epochs.die(dict.fromkeys(late, cause), now, now)]
+        return self._epochs.give_up(late, f"did not report within {state.limits.report_s:g} s", now)
+
+    def _drains_over(self, passed_s: float, now: float) -> list[Action]:
+        """What was told to leave, and has not in time, counts as dead; not where all are to end."""
+        state = self.state
+        late = state.departures.late(passed_s, state.living)
+        goes_on = state.phase in (Phase.RUNNING, Phase.REPORTING, Phase.BUILDING) and not state.ending.stop_signal
+        if not late or not goes_on:
+            return []
+        return self._epochs.give_up(late, "did not leave in time", now, for_good=True)
 
     def progressed(self, iteration: int) -> None:
         """A worker has told that this iteration is done."""

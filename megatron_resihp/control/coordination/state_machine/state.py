@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_resihp.config import UNIFORM
 from megatron_resihp.control.coordination.actions import Limits, Phase
+from megatron_resihp.control.coordination.state_machine.accounts import Accounts
 from megatron_resihp.control.coordination.state_machine.departures import Departures
 from megatron_resihp.control.coordination.state_machine.first_step import FirstSteps
 from megatron_resihp.control.coordination.state_machine.joining import JoiningWorkers
@@ -153,8 +154,9 @@ class State:
         dead: worker → why it is.
         done: workers whose script has ended well.
         joining: workers that were not there at the start.
-        departures: nodes that were told to leave.
+        departures: nodes and workers that were told to leave.
         first_steps: plans that no step has been taken under yet.
+        accounts: members that were lost without a word.
     """
 
     job: Job
@@ -174,6 +176,7 @@ class State:
     changes: Changes = field(default_factory=Changes)
     ending: Ending = field(default_factory=Ending)
     first_steps: FirstSteps = field(default_factory=FirstSteps)
+    accounts: Accounts = field(default_factory=Accounts)
     joining: JoiningWorkers = field(init=False)
     departures: Departures = field(init=False)
     reports: Reports = field(init=False)

@@ -45,6 +45,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--coordinator", "here"], "--coordinator 'here' is not host:port"),
         (["--heartbeat-timeout", "0"], "--heartbeat-timeout 0"),
         (["--survivor-timeout", "nan"], "--survivor-timeout nan"),
+        (["--drain-deadline", "0"], "--drain-deadline 0 can't be; give more than 0 and at most 604800 seconds"),
         (["--min-workers", "2"], "--min-workers 2 can't be; give 1 to 1, the workers at the start"),
         (["--connect-timeout", "inf"], "--connect-timeout inf can't be; give more than 0 and at most 604800 seconds"),
         (["--coordinator", "no host:29500"], "the host 'no host' is unknown"),

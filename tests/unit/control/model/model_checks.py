@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from model_coordinator import Known
 from model_values import GONE, Mode, Published, Seat, Violation, Worker
@@ -28,6 +29,31 @@ def check_decision(decision: Decision, published: Published, known: Known, seats
             raise Violation(f"{went_on}, though worker {worker.id} had agreed on {agreed}")
     if not isinstance(decision, EpochPlan) and decision.reason.startswith("state differs"):
         raise Violation(decision.reason)
+
+
+class Unheard(NamedTuple):
+    """Members of the last epoch, and how many of them are lost without a word."""
+
+    members: int
+    cut: int
+
+    @property
+    def too_many(self) -> bool:
+        return 2 * self.cut > self.members
+
+
+def unheard(published: Published, seats: Sequence[Seat], manager: bool) -> Unheard:
+    """What the coordinator can't know. `manager`: the cluster's tells it."""
+    last = published.decision(max(published.begun))
+    assert isinstance(last, EpochPlan)
+    cut = [seat for seat in seats if seat.worker.mode is Mode.CUT and seat.worker.id in last.plan.members]
+    return Unheard(len(last.plan.members), 0 if manager else len(cut))
+
+
+def check_accounts(decision: Decision, unheard: Unheard) -> None:
+    """Nobody goes on beside another part of the job that may go on, too."""
+    if isinstance(decision, EpochPlan) and unheard.too_many:
+        raise Violation(f"epoch {decision.epoch} goes on with {unheard.cut} of {unheard.members} members unheard of")
 
 
 def check_go(epoch: int, published: Published, seats: Sequence[Seat], own: tuple[Chunk, ...]) -> None:
@@ -70,13 +96,19 @@ def check_step(worker: Worker, seats: Sequence[Seat], dead: frozenset[int]) -> N
 
 
 def check_end(
-    end: End, published: Published, known: Known, seats: Sequence[Seat], own: tuple[Chunk, ...], iterations: int
+    end: End,
+    published: Published,
+    known: Known,
+    seats: Sequence[Seat],
+    own: tuple[Chunk, ...],
+    iterations: int,
+    unheard: Unheard,
 ) -> None:
-    """A job that is finished has taken all steps, and no other could have gone on.
+    """A job that is finished has taken all steps, and no other could have gone on, or might go on twice.
 
     A script ends once all working members have made the call after train(), so all have saved what was to be saved.
     """
-    workers = [seat.worker for seat in seats if seat.worker.mode not in (Mode.OUT, Mode.DEAD)]
+    workers = [seat.worker for seat in seats if seat.worker.mode not in (Mode.OUT, Mode.DEAD, Mode.CUT)]
     done = [worker for worker in workers if worker.id in known.done and len(worker.steps or ()) == iterations]
     living = [worker for worker in workers if worker.mode is not Mode.DONE and worker.id not in known.dead]
     if end.code == exit_codes.FINISHED:
@@ -87,7 +119,7 @@ def check_end(
         return
     held = {worker.id: worker.shards for worker in living}
     in_vain = end.code == exit_codes.RETRY and done and not held
-    if in_vain or (held and not lacking(held, own[-1].end)):
+    if in_vain or (held and not lacking(held, own[-1].end) and not unheard.too_many):
         raise Violation(f"the job ends with {end.code} ({end.reason}), though nothing is missing")
 
 

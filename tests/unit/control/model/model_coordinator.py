@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from model_values import Frozen, Scope, Violation, frozen
 
-from megatron_resihp.control.coordination.actions import Action, End, Limits, Notify, Phase
+from megatron_resihp.control.coordination.actions import Action, AskDown, End, Limits, Notify, Phase
 from megatron_resihp.control.coordination.inbox import Inbox
 from megatron_resihp.control.coordination.state_machine.membership import Membership
 from megatron_resihp.control.coordination.state_machine.state import State
@@ -46,6 +46,7 @@ class Reaction(NamedTuple):
         decisions: that are published.
         begun: epochs that Go is said for.
         end: of the job.
+        asked: nodes of which it wants to know whether they are down.
     """
 
     after: int
@@ -53,6 +54,7 @@ class Reaction(NamedTuple):
     decisions: tuple[Frozen[Any], ...] = ()
     begun: tuple[int, ...] = ()
     end: End | None = None
+    asked: tuple[int, ...] = ()
 
 
 class Known(NamedTuple):
@@ -101,7 +103,8 @@ class CheckedCoordinator:
     def __init__(self, scope: Scope) -> None:
         self.own = tuple(Chunk(stage, stage, stage + 1) for stage in range(scope.pipeline))
         self.known: list[Known] = []
-        self._membership = Membership(JobSize(1, scope.workers), Limits())
+        size = JobSize(scope.workers, 1) if scope.partitions else JobSize(1, scope.workers)
+        self._membership = Membership(size, Limits())
         self._store = _OneLetter()
         self._inbox = Inbox(self._store, self._membership.state, lambda dropped: None)  # type: ignore[arg-type]
         self._numbers: dict[Hashable, int] = {}
@@ -159,9 +162,10 @@ class CheckedCoordinator:
         decisions = tuple(Frozen(each) for each in actions if isinstance(each, EpochPlan | EmergencyCheckpointOrder))
         begun = tuple(action.epoch for action in actions if isinstance(action, Go))
         ends = [action for action in actions if isinstance(action, End)]
+        asked = tuple(node for action in actions if isinstance(action, AskDown) for node in action.nodes)
         return Reaction(
             self._number(), tuple(each for each in notices if isinstance(each, MATTERS)), decisions, begun,
-            ends[0] if ends else None,
+            ends[0] if ends else None, asked,
         )  # fmt: skip
 
     # ---- its states

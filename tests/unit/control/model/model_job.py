@@ -18,7 +18,14 @@ from model_values import FINAL, GONE, Faults, Frozen, Mode, Published, Scope, Se
 from megatron_resihp.control.coordination.actions import Phase
 from megatron_resihp.plan.slots import slot_of
 from megatron_resihp.protocol.job import JobDescription
-from megatron_resihp.protocol.messages import HeartbeatsMissing, JoinRequest, SaveRequest, WorkerRestarted
+from megatron_resihp.protocol.messages import (
+    HeartbeatsMissing,
+    JoinRequest,
+    NodeLost,
+    NodesDown,
+    SaveRequest,
+    WorkerRestarted,
+)
 from megatron_resihp.protocol.notices import EpochIsBroken, WorkersTakenIn
 from megatron_resihp.protocol.published import EpochPlan
 from megatron_resihp.protocol.records import IterationPhase
@@ -27,7 +34,7 @@ Job = tuple[int, ...]
 """Numbers of: the coordinator's state, what is published, the faults that are left, and each worker's seat."""
 Next = tuple[str, Job]
 """What happens, and what it leads to."""
-LEFT = frozenset({Mode.SUSPECTING, Mode.REPORTED, Mode.SAVED, Mode.OUT, Mode.DEAD})
+LEFT = frozenset({Mode.SUSPECTING, Mode.REPORTED, Mode.SAVED, Mode.OUT, Mode.DEAD, Mode.CUT})
 """Workers whose communicators of their epoch are aborted."""
 
 
@@ -137,6 +144,9 @@ class ModelJob:
         if reaction.notices:
             seats = [self._told(number, reaction) for number in job[3:]]
             job = (*job[:3], *seats)
+        if reaction.asked:
+            down = reaction.asked if self.scope.manager else ()
+            job = self._put(job, 3, self._says(job[3], NodesDown(down, 0.0)))
         if reaction.decisions or reaction.begun or reaction.end:
             job = self._publish(job, reaction)
         return job
@@ -154,14 +164,18 @@ class ModelJob:
 
     def _publish(self, job: Job, reaction: Reaction) -> Job:
         published, known, seats = self._published.values[job[1]], self.coordinator.known[job[0]], self.seats(job)
+        unheard = checks.unheard(published, seats, self.scope.manager)
         for decision in reaction.decisions:
+            checks.check_accounts(decision.value, unheard)
             checks.check_decision(decision.value, published, known, seats)
             published = published._replace(decisions=(*published.decisions, decision))
         for epoch in reaction.begun:
             checks.check_go(epoch, published, seats, self.coordinator.own)
             published = published._replace(begun=published.begun | {epoch})
         if reaction.end is not None:
-            checks.check_end(reaction.end, published, known, seats, self.coordinator.own, self.scope.iterations)
+            checks.check_end(
+                reaction.end, published, known, seats, self.coordinator.own, self.scope.iterations, unheard
+            )  # fmt: skip
         return (job[0], self._published.of(published), *job[2:])
 
     # ---- what workers do
@@ -275,19 +289,24 @@ class ModelJob:
             if left.silences and worker.id in known.living:
                 silent = Frozen(HeartbeatsMissing(worker.id, 6.0, 0.0))
                 yield f"worker {worker.id} counts as silent", self._react(self._spent(job, "silences"), silent)
+            if left.partitions and worker.id in known.living and (node := slot_of(worker.id, self.scope.workers)):
+                lost = self._spent(self._do(job, index, "cut", does.cut), "partitions")
+                yield f"node {node} is lost", self._react(lost, Frozen(NodeLost(node, "silent", 0.0)))
             if left.errors and worker.mode in (Mode.TRAINING, Mode.FINISHING, Mode.BUILDING):
                 failed = self._do(job, index, "suspect", does.suspect)
                 yield f"a connection of worker {worker.id} fails", self._spent(failed, "errors")
         if left.late and waits:
             yield "a wait runs out early", self._react(self._spent(job, "late"), None)
         if left.saves:
-            yield "a checkpoint is asked for", self._spent(self._put(job, 3, self._asked_to_save(job[3])), "saves")
+            yield (
+                "a checkpoint is asked for",
+                self._spent(self._put(job, 3, self._says(job[3], SaveRequest(0.0))), "saves"),
+            )
 
-    def _asked_to_save(self, seat: int) -> int:
-        """The agent of the first worker passes on what it is asked for."""
-        return self._once(
-            ("save", seat), seat, lambda before: before._replace(words=(*before.words, Frozen(SaveRequest(0.0))))
-        )
+    def _says(self, seat: int, message: SaveRequest | NodesDown) -> int:
+        """The agent of the first worker passes something on."""
+        word = Frozen(message)
+        return self._once(("says", seat, word), seat, lambda before: before._replace(words=(*before.words, word)))
 
     def _joined(self, job: Job, seats: list[Seat], before: Worker) -> Job:
         slots = self.scope.workers

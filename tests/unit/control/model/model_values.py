@@ -70,6 +70,7 @@ class Mode(IntEnum):
     DONE: its script has come to its end.
     OUT: it was told to end.
     DEAD: it was killed.
+    CUT: its node is lost without a word. It may be alive, and can't reach the coordinator.
     """
 
     TRAINING = 0
@@ -83,9 +84,10 @@ class Mode(IntEnum):
     DONE = 8
     OUT = 9
     DEAD = 10
+    CUT = 11
 
 
-GONE = frozenset({Mode.DONE, Mode.OUT, Mode.DEAD})
+GONE = frozenset({Mode.DONE, Mode.OUT, Mode.DEAD, Mode.CUT})
 """Workers that do nothing any more."""
 FINAL = 1000
 """Stands for an iteration in `Worker.sent`: that of the call after train()."""
@@ -178,6 +180,8 @@ class Scope:
         joins: workers that are started anew.
         resent: messages that are sent twice.
         saves: checkpoints that are asked for.
+        partitions: nodes that are lost without a word. Where there may be any, each worker has a node of its own.
+        manager: the cluster's knows that lost nodes are down.
     """
 
     workers: int
@@ -191,6 +195,8 @@ class Scope:
     joins: int = 0
     resent: int = 0
     saves: int = 0
+    partitions: int = 0
+    manager: bool = False
 
 
 class Faults(NamedTuple):
@@ -204,3 +210,4 @@ class Faults(NamedTuple):
     joins: int
     resent: int
     saves: int
+    partitions: int

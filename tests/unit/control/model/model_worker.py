@@ -153,6 +153,11 @@ def die(worker: Worker) -> Did:
     return _at_rest(worker, Mode.DEAD), _said(ProcessExited(worker.id, -9, 0.0))
 
 
+def cut(worker: Worker) -> Did:
+    """Its node is lost, and nothing of it is heard any more; what it has said before still comes."""
+    return _at_rest(worker, Mode.CUT), ()
+
+
 def _at_rest(worker: Worker, mode: Mode) -> Worker:
     """What others may still know of it, or depend on."""
     steps, shards = (worker.steps, worker.shards) if mode is Mode.DONE else (None, ())

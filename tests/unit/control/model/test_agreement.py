@@ -18,7 +18,7 @@ from model_values import Scope, Violation
 from megatron_resihp.control.coordination.actions import Action, Phase
 from megatron_resihp.control.coordination.inbox import Inbox
 from megatron_resihp.control.coordination.record import resolve
-from megatron_resihp.control.coordination.state_machine import epochs, worker_messages
+from megatron_resihp.control.coordination.state_machine import accounts, epochs, worker_messages
 from megatron_resihp.protocol.messages import Ready
 from megatron_resihp.protocol.records import IterationPhase, Record
 
@@ -29,11 +29,15 @@ DAILY = {
     "a death, and one that comes back": Scope(2, deaths=1, joins=1),
     "a death, and a message twice": Scope(2, deaths=1, saves=1, resent=1),
     "a death, and a wait that runs out": Scope(3, iterations=1, deaths=1, late=1),
+    "two nodes of three are lost": Scope(3, iterations=1, partitions=2),
 }
 NIGHTLY = {
     "two deaths": Scope(3, deaths=2),
     "a death, an error, and one that comes back": Scope(2, deaths=1, errors=1, joins=1),
     "a death, and an interruption before the step": Scope(3, iterations=1, deaths=1, interruptions=1),
+    "two nodes of three are lost, and it is known": Scope(3, iterations=1, partitions=2, manager=True),
+    "a death, and two nodes of three are lost": Scope(3, iterations=1, deaths=1, partitions=2),
+    "a node of two is lost, and an error": Scope(2, partitions=1, errors=1),
 }
 
 
@@ -61,9 +65,17 @@ LARGE = Scope(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("courses", [50, pytest.param(2000, marks=pytest.mark.nightly)])
-def test_no_course_of_a_larger_job_by_chance_breaks_the_contract(courses: int) -> None:
-    assert wander(LARGE, courses, seed=courses) > courses
+NODES = Scope(5, iterations=3, deaths=2, silences=1, errors=1, interruptions=1, joins=1, resent=1, partitions=3)
+"""Of one worker each."""
+
+
+@pytest.mark.parametrize(("scope", "courses"), [
+    pytest.param(LARGE, 50, id="50"),
+    pytest.param(LARGE, 2000, id="2000", marks=pytest.mark.nightly),
+    pytest.param(NODES, 500, id="nodes", marks=pytest.mark.nightly),
+])  # fmt: skip
+def test_no_course_of_a_larger_job_by_chance_breaks_the_contract(scope: Scope, courses: int) -> None:
+    assert wander(scope, courses, seed=courses) > courses
 
 
 # ---- mutants
@@ -117,6 +129,14 @@ def nobody_is_told_of_a_broken_epoch(patch: Patch) -> None:
     patch.setattr(Epochs, "broken", lambda self, cause, probe=False: [])
 
 
+def whoever_is_left_goes_on(patch: Patch) -> None:
+    patch.setattr(accounts, "may_go_on", lambda accounted, members, has_coordinator: True)
+
+
+def half_of_the_members_are_too_few(patch: Patch) -> None:
+    patch.setattr(accounts, "may_go_on", lambda accounted, members, has_coordinator: 2 * accounted > members)
+
+
 @pytest.mark.parametrize(("mutate", "scope"), [
     (agreed_does_not_count, Scope(2, iterations=1, interruptions=1)),
     (go_is_one_short, Scope(3, iterations=1, deaths=1)),
@@ -124,6 +144,8 @@ def nobody_is_told_of_a_broken_epoch(patch: Patch) -> None:
     (a_message_is_folded_twice, Scope(2, iterations=1, saves=1, resent=1)),
     (the_slowest_decides, Scope(2, iterations=1, interruptions=1)),
     (nobody_is_told_of_a_broken_epoch, Scope(3, iterations=1, deaths=1)),
+    (whoever_is_left_goes_on, Scope(3, iterations=1, partitions=2)),
+    (half_of_the_members_are_too_few, Scope(2, iterations=1, partitions=1)),
 ])  # fmt: skip
 def test_mutants_are_caught(mutate: Callable[[Patch], None], scope: Scope, monkeypatch: Patch) -> None:
     mutate(monkeypatch)

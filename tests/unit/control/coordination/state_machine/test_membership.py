@@ -38,6 +38,7 @@ from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.messages import (
     CommunicationFailed,
     ConnectionLost,
+    DrainRequest,
     EmergencyCheckpointWritten,
     GroupsPrepared,
     HeartbeatsMissing,
@@ -47,6 +48,7 @@ from megatron_resihp.protocol.messages import (
     Message,
     ModelBuilt,
     NodeLost,
+    NodesDown,
     PlanRequest,
     ProcessExited,
     Ready,
@@ -804,7 +806,7 @@ class TestTooFewWorkers:
         assert notices(job.tell(LeaveRequest(node=1, agent=2, time=0.0))) == [StopTraining]
         [end] = [action for w in range(4) for action in job.tell(ScriptEnded(w)) if isinstance(action, End)]
         assert end.code == 143
-        assert end.reason.endswith("there is no plan without its workers: 2 are left, fewer than --min-workers 3")
+        assert end.reason.endswith("there is no plan for the others: 2 are left, fewer than --min-workers 3")
 
 
 class TestNoPlan:
@@ -1463,7 +1465,7 @@ class TestLeaving:
         assert notices(self.leave(job, 1)) == [StopTraining]
         [end] = [action for w in range(4) for action in job.tell(ScriptEnded(w)) if isinstance(action, End)]
         assert end.code == 143
-        assert end.reason.startswith("node 1 is to leave, and there is no plan without its workers: the state of")
+        assert end.reason.startswith("told to leave: node 1; there is no plan for the others: the state of")
 
     def test_when_all_are_told_to_end_nobody_is_planned_around(self) -> None:
         job = Job().start_with(**REPLICA_PER_NODE)
@@ -1506,9 +1508,10 @@ class TestLeaving:
         assert notices(job.ready(*job.members)) == [PlanChange]
         assert only(EpochPlan, job.leave(*range(6))).leaving == (4, 5)
 
-    def test_two_nodes_at_once(self) -> None:
+    def test_two_nodes_one_after_the_other(self) -> None:
         job = Job(workers=6, micro_batches=6).start_with(**REPLICA_PER_NODE)
         self.leave(job, 1)
+        job.wait(3.0)
         self.leave(job, 2)
         assert only(EpochPlan, job.leave(*range(6))).leaving == (2, 3, 4, 5)
 
@@ -1549,11 +1552,17 @@ class TestWhateverHappens:
         if worker + size in job.held:  # started anew
             worker += size
         epoch = max(0, job.state.epoch - data.draw(st.integers(0, 1)))
-        happenings = ["report", "ready"] * 5 + ["suspect", "kill", "silent", "node", "wait", "apply", "come back"]
+        happenings = ["report", "ready"] * 5 + [
+            "suspect", "kill", "silent", "node", "wait", "apply", "come back", "drain", "down"
+        ]  # fmt: skip
         match data.draw(st.sampled_from(happenings)):
             case "come back":
                 if worker in job.state.dead and worker < size:
                     job.come_back(worker + size)
+            case "down":
+                job.tell(NodesDown((worker % size // 2,), time=job.now))
+            case "drain":
+                job.tell(DrainRequest((), (worker,), data.draw(st.sampled_from([0.5, 500.0]))))
             case "apply":
                 job.apply(self._any_plan(job, data))
             case "report":
@@ -1591,6 +1600,9 @@ class TestWhateverHappens:
     def _do_what_is_told(self, job: Job) -> None:
         membership = job.membership
         match membership.state.phase:
+            case Phase.REPORTING if membership.state.accounts.waiting:
+                job.tell(NodesDown((), job.now))
+                job.wait(LIMITS.word_s)
             case Phase.REPORTING:
                 job.report(*sorted(membership.state.living))
             case Phase.BUILDING:
