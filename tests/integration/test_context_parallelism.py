@@ -12,8 +12,11 @@ import pytest
 from jobs import BF16, FP32, PRETRAIN, WISHING, Job, Jobs, Tolerance, ask_at, check_digests, tiny
 from stock_runs import check_like_stock, forked_stock_steps, losses_of
 from test_checkpoints import FUSED, as_stock_says, stock_losses
+from test_emergency import emergency
 from test_recovery_points import evaluations
 
+from megatron_resihp.control import exit_codes
+from megatron_resihp.control.worker.saved_state import flags, newest_state
 from megatron_resihp.plan import Coordinate, ParallelPlan, Replica
 from megatron_resihp.report.run.summary import compare
 
@@ -151,6 +154,24 @@ def test_a_checkpoint_of_a_smaller_degree(jobs: Jobs, tmp_path: Path, layout: di
     assert job.code == 0 and degrees(job) == [(2, 4), (1, 3)], job.tails()
     losses = stock_losses(FUSED if layout else PRETRAIN, WORKERS, **saved | {"load": tmp_path / "saved"})
     assert losses == pytest.approx(as_stock_says({number: stock[number] for number in (7, 8, 9)}), rel=FP32.loss)
+
+
+@pytest.mark.parametrize("layout", [{}, TENSOR, OPTIMIZER], ids=["plain", "tensor", "optimizer"])
+def test_what_survivors_saved_is_gone_on_from(jobs: Jobs, layout: dict[str, Any]) -> None:
+    """They are too few for the user, and save what they have; the job goes on from that under its own degree."""
+    stock = losses_of(forked_stock_steps(jobs, WORKERS, **SHARED | layout))
+    script = FUSED if "use_distributed_optimizer" in layout else PRETRAIN
+    model = tiny(**SHARED | layout)
+    lost = jobs.run([*model, "--resihp-inject", "kill:3@4"], workers=WORKERS, min_workers=WORKERS, script=script)
+    assert lost.code == exit_codes.NO_PLAN, lost.tails()
+    if script == FUSED:
+        made = emergency(lost.run_dir)
+        assert made.returncode == 0, made.stdout + made.stderr
+    found = newest_state(lost.run_dir)
+    assert found is not None and found[1] == 3
+    again = jobs.run([*model, *flags(found[0])], workers=WORKERS, script=script)
+    assert again.code == 0, again.tails()
+    assert again.summary.loss == pytest.approx({n: stock[n] for n in range(4, 10)}, rel=FP32.loss)
 
 
 def test_plans_that_cannot_be_run_are_refused(jobs: Jobs, tmp_path: Path) -> None:
