@@ -56,6 +56,7 @@ def check_samples(job: Job) -> None:
     summary = job.summary
     assert (summary.samples_lost, summary.samples_applied_twice, summary.samples_out_of_place) == (0, 0, 0)
     assert summary.samples_consumed == summary.job.train_iters * summary.job.global_batch_size
+    assert not job.events("detection_failed")
     check_digests(job)
 
 
