@@ -138,7 +138,8 @@ def _single_losses(plan: ParallelPlan, size: JobSize) -> Iterator[tuple[str, fro
 
 
 def _sent(job: JobDescription, shape: JobShape, size: JobSize, model: Model, training: Training, fewest: int) -> Sent:
-    shapes = [replace(shape, spread_replicas=spread) for spread in (False, True)]
+    can_spread = shape.context_degrees[0] == 1  # replicas that share sequences are to stay together
+    shapes = [replace(shape, spread_replicas=spread and can_spread) for spread in (False, True)]
     plans = [spelled_out(initial_plan(each, size.workers, job.pipeline_last), job.chunks) for each in shapes]
     unspread, spread = (crossing(plan, model, training, shape.node_of) for plan in plans)
     losses = in_words(size.nodes, exposure(shapes[1], size.workers, job.pipeline_last, fewest), fewest)
