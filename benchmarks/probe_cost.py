@@ -42,7 +42,8 @@ class Worker:
         self.probes.ops.tp_group = object()
         args = SimpleNamespace(dataloader_inter_document_masking=False, sft=False, micro_batch_size=1, seq_length=1)
         pads = SimpleNamespace(pad_op=None, pad_transfer=None)
-        self._runtime: Any = SimpleNamespace(probes=self.probes, job=SimpleNamespace(args=args), pads=pads)
+        view = SimpleNamespace(plan=SimpleNamespace(context_parallel=1))
+        self._runtime: Any = SimpleNamespace(probes=self.probes, job=SimpleNamespace(args=args), pads=pads, view=view)
         self._wrapped = wrapped
         self._work = work
         self._tensors = _tensors(6)

@@ -2,7 +2,8 @@
 """How much a plan's nodes send each other in an iteration. Imports `plan` and this package.
 
 What is counted are gradients that replicas sum and results that stages pass on. Not counted are tensor-parallel groups
-across nodes, the sum of embeddings that two stages share, and what is sent now and then.
+across nodes, keys and values of sequences that replicas share, the sum of embeddings that two stages share, and what is
+sent now and then.
 """
 
 from collections import defaultdict
@@ -67,7 +68,8 @@ def _results(plan: ParallelPlan, model: Model, training: Training, node_of: Node
         for before, after in pairwise(replica.stage_of_chunk):
             pairs = zip(replica.stages[before], replica.stages[after], strict=True)
             ends = [(node_of(one), node_of(other)) for one, other in pairs]
-            each = model.hidden_bytes * training.tokens / (len(ends) if training.sequence_parallel else 1)
+            parts = plan.context_parallel * (len(ends) if training.sequence_parallel else 1)
+            each = model.hidden_bytes * training.tokens / parts
             for one, other in ends:
                 if one != other:
                     sent[one] += each * len(replica.micro_batches)

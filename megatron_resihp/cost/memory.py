@@ -95,7 +95,7 @@ def memory_of(plan: ParallelPlan, model: Model, training: Training, kept_until_w
         PlanError: the plan's layers differ from the model's, or members of a stage cannot share a layer.
     """
     replicas = [with_layers(replica, model) for replica in plan.replicas]
-    accountant = _Accountant(model, training, replicas, kept_until_w)
+    accountant = _Accountant(model, training, replicas, kept_until_w, context=plan.context_parallel)
     used: dict[int, MemoryUse] = {}
     alike: dict[tuple[object, ...], dict[Coordinate, MemoryUse]] = {}
     try:
@@ -162,14 +162,17 @@ class _Accountant:
     """Bytes of shards and chunks of one job."""
 
     def __init__(
-        self, model: Model, training: Training, replicas: Sequence[Replica], kept_until_w: float, copies: int = 1
-    ) -> None:
+        self, model: Model, training: Training, replicas: Sequence[Replica], kept_until_w: float, copies: int = 1,
+        context: int = 1,
+    ) -> None:  # fmt: skip
         self._model = model
         self._distinct, self._index = model.distinct
         self._kept_by: dict[tuple[int, int, int], tuple[float, float]] = {}
         self._state_by: dict[tuple[int, int, int, int, bool], tuple[Fraction, Fraction]] = {}
         self._training = training
         self._kept_until_w = kept_until_w
+        self._context = context
+        """How many replicas share each sequence, and so its activations."""
         self._copies = [0] * len(model.layers)
         """For each layer: the number of replicas that hold it, at least `copies`."""
         for replica in replicas:
@@ -275,7 +278,8 @@ class _Accountant:
         key = (distinct, degree, rank)
         if key not in self._kept_by:
             layer = self._distinct[distinct]
-            self._kept_by[key] = (self._kept(layer, degree, rank), self._of_all(layer, degree, rank))
+            whole = self._kept(layer, degree, rank), self._of_all(layer, degree, rank)
+            self._kept_by[key] = whole[0] / self._context, whole[1] / self._context
         return self._kept_by[key]
 
     def _kept(self, layer: Layer, degree: int, rank: int) -> float:

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import layers
@@ -19,6 +19,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_resihp.cpu.context_attention import causal_mask, whole_sequence
 from megatron_resihp.cpu.norms import build_norm
 from megatron_resihp.cpu.packed_attention import document_lengths, packed_attention
 
@@ -27,6 +28,7 @@ CAUSAL_MASKS = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 def install() -> None:
     install_packed_attention()
+    install_context_attention()
     DotProductAttention.__init__ = _accepting_head_sizes(DotProductAttention.__init__)
     WrappedTorchNorm.__new__ = build_norm
     layers.ColumnParallelLinear.__init__ = _deferring_in_the_head_only(layers.ColumnParallelLinear.__init__)
@@ -43,6 +45,51 @@ def install() -> None:
 def install_packed_attention() -> None:
     """Let Megatron's own attention take packed documents, on any device."""
     DotProductAttention.forward = _accepting_packed_documents(DotProductAttention.forward)
+
+
+def install_context_attention() -> None:
+    """Let Megatron's own attention take sequences that several workers share."""
+    DotProductAttention.__init__ = _accepting_shared_sequences(DotProductAttention.__init__)
+    DotProductAttention.forward = _attending_to_whole_sequences(DotProductAttention.forward)
+
+
+def _accepting_shared_sequences(original: Callable[..., None]) -> Callable[..., None]:
+    """It refuses them where it is built: Transformer Engine's counterpart alone knows how to attend."""
+
+    @functools.wraps(original)
+    def initialize(self: DotProductAttention, config: TransformerConfig, *arguments: Any, **options: Any) -> None:
+        alone = copy.copy(config)
+        alone.context_parallel_size = 1
+        original(self, alone, *arguments, **options)
+        self.config = config
+
+    return initialize
+
+
+def _attending_to_whole_sequences(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(original)
+    def forward(
+        self: DotProductAttention,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        if self.config.context_parallel_size == 1:
+            return original(self, query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
+        if packed_seq_params is not None or self.scale_mask_softmax.window_size is not None:
+            raise NotImplementedError("shared sequences on a CPU support neither packed documents nor a window")
+        if (attn_mask_type or self.attn_mask_type) not in CAUSAL_MASKS:
+            raise NotImplementedError("shared sequences on a CPU need causal attention")
+        group = parallel_state.get_context_parallel_group()
+        key, value = whole_sequence(key, group), whole_sequence(value, group)
+        mask = causal_mask(group.rank(), group.size(), key.size(0))
+        return original(self, query, key, value, mask, attn_mask_type, attention_bias)
+
+    return forward
 
 
 def _accepting_head_sizes(original: Callable[..., None]) -> Callable[..., None]:

@@ -22,7 +22,8 @@ class EpochStarted(Event):
     plan: Annotated[
         Plan,
         '`{"replicas": [{"stages": [[worker ids of the TP members], ...], "micro_batches": [indices]}], '
-        '"standbys": {worker id: [stage, tp_rank] or null}}`',
+        '"standbys": {worker id: [stage, tp_rank] or null}}`; `"context_parallel": n` where n replicas in a row share '
+        "each sequence",
     ]
     digest: Annotated[str | None, "digest of the plan, the same on all members"] = None
 

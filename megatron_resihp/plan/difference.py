@@ -13,6 +13,7 @@ def differences(before: ParallelPlan, after: ParallelPlan) -> tuple[str, ...]:
         *_of_replicas(before, after),
         *_of_migrations(before, after),
         *_of_workers(before, after),
+        *_of("context-parallel degree", before.context_parallel, after.context_parallel),
         *_of("uneven shards", before.uneven_shards, after.uneven_shards),
     )
 

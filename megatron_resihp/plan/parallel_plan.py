@@ -31,6 +31,7 @@ class _Written:
     standbys: dict[int, WrittenKept]
     migrations: tuple[Migration, ...] = omitted_if(())
     uneven_shards: bool = omitted_if(False)
+    context_parallel: int = omitted_if(1)
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class ParallelPlan:
         migrations: work that another replica does; every replica that takes part lists its ops explicitly.
         uneven_shards: whether some tensor-parallel members hold unequal shards (such as 3 of 4), which an executor must
             know. That depends on the model; `cost.memory.check_plan` checks it.
+        context_parallel: how many consecutive replicas share each sequence. They run the same micro-batches, each its
+            part of every sequence, and each has the whole model.
 
     Equal plans have equal hashes; plans may be pickled and copied.
 
@@ -54,20 +57,22 @@ class ParallelPlan:
     standbys: Mapping[int, Kept] = field(default_factory=dict, hash=False)
     migrations: tuple[Migration, ...] = ()
     uneven_shards: bool = False
+    context_parallel: int = 1
 
     def __post_init__(self) -> None:
-        check(self.replicas, self.standbys, self.migrations)
+        check(self.replicas, self.standbys, self.migrations, self.context_parallel)
         # A read-only copy: neither the plan nor the caller's own dict can change it.
         object.__setattr__(self, "standbys", MappingProxyType(dict(self.standbys)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A proxy can be neither pickled nor copied.
-        return ParallelPlan, (self.replicas, dict(self.standbys), self.migrations, self.uneven_shards)
+        rest = self.migrations, self.uneven_shards, self.context_parallel
+        return ParallelPlan, (self.replicas, dict(self.standbys), *rest)
 
     @cached_property
     def grid(self) -> RankGrid:
         """The plan's workers by coordinate. Raises PlanError if replicas differ in shape."""
-        return RankGrid(self.replicas, self.standbys)
+        return RankGrid(self.replicas, self.standbys, self.context_parallel)
 
     @cached_property
     def working(self) -> tuple[int, ...]:
@@ -89,8 +94,13 @@ class ParallelPlan:
         return tuple(sorted([*self.working, *self.standbys]))
 
     @property
+    def data_parallel(self) -> int:
+        """How many groups of replicas there are that share their sequences; without such groups, how many replicas."""
+        return len(self.replicas) // self.context_parallel
+
+    @property
     def micro_batch_count(self) -> int:
-        return sum(len(replica.micro_batches) for replica in self.replicas)
+        return sum(len(replica.micro_batches) for replica in self.replicas[:: self.context_parallel])
 
     @property
     def not_uniform(self) -> str | None:
@@ -160,7 +170,8 @@ class ParallelPlan:
             raise PlanError(f"the plan lacks {name!r}{f' of {".".join(holder)}' if holder else ''}") from None
         except WrongValueError as error:
             raise PlanError(f"this is no plan: {error}; give the JSON of a plan") from None
-        return cls(written.replicas, written.standbys, written.migrations, written.uneven_shards)
+        rest = written.migrations, written.uneven_shards, written.context_parallel
+        return cls(written.replicas, written.standbys, *rest)
 
     @property
     def digest(self) -> str:
@@ -174,7 +185,8 @@ class ParallelPlan:
 
 
 def _written(plan: ParallelPlan) -> _Written:
-    return _Written(plan.replicas, dict(sorted(plan.standbys.items())), plan.migrations, plan.uneven_shards)
+    rest = plan.migrations, plan.uneven_shards, plan.context_parallel
+    return _Written(plan.replicas, dict(sorted(plan.standbys.items())), *rest)
 
 
 def _read(value: Any) -> ParallelPlan:

@@ -13,6 +13,9 @@ from megatron_resihp.plan.replica import Coordinate, Kept, Replica
 class RankGrid:
     """Replicas of one shape, and the standbys beside them.
 
+    Args:
+        context_parallel: how many consecutive replicas share each sequence.
+
     Attributes:
         pipeline_parallel: stages of each replica.
 
@@ -20,12 +23,12 @@ class RankGrid:
         PlanError: on construction, if replicas differ in shape.
     """
 
-    def __init__(self, replicas: Sequence[Replica], standbys: Mapping[int, Kept]) -> None:
+    def __init__(self, replicas: Sequence[Replica], standbys: Mapping[int, Kept], context_parallel: int = 1) -> None:
         shapes = {replica.shape for replica in replicas}
         if len(shapes) != 1:
             raise PlanError(f"replicas have different shapes: {sorted(shapes)}")
         [self._shape] = shapes
-        self._replicas, self._standbys = replicas, standbys
+        self._replicas, self._standbys, self._context_parallel = replicas, standbys, context_parallel
         self.pipeline_parallel = len(self._shape)
 
     @property
@@ -59,6 +62,7 @@ class RankGrid:
         Args:
             pipeline_last: Megatron's default order 'tp-cp-ep-dp-pp'; False for `--use-tp-pp-dp-mapping`.
         """
-        stages = [(stage, replica) for replica in range(len(self._replicas)) for stage in range(self.pipeline_parallel)]
-        order = sorted(stages) if pipeline_last else stages
+        places = [(stage, replica) for stage in range(self.pipeline_parallel) for replica in range(len(self._replicas))]
+        # Those that share sequences come before stages in either order.
+        order = places if pipeline_last else sorted(places, key=lambda at: (at[1] // self._context_parallel, at))
         return tuple(worker for stage, replica in order for worker in self._replicas[replica].stages[stage])

@@ -16,12 +16,18 @@ Place = tuple[int, int]
 """A replica and one of its stages."""
 
 
-def check(replicas: Sequence[Replica], standbys: Mapping[int, Kept], migrations: Sequence[Migration]) -> None:
+def check(
+    replicas: Sequence[Replica],
+    standbys: Mapping[int, Kept],
+    migrations: Sequence[Migration],
+    context_parallel: int = 1,
+) -> None:
     """Raises PlanError if the parts of a plan break a rule; the message names it."""
     if not replicas:
         raise PlanError("a plan needs at least one replica")
     _check_workers(replicas, standbys)
-    _check_micro_batches(replicas)
+    _check_context(replicas, migrations, context_parallel)
+    _check_micro_batches(replicas[::context_parallel])
     _check_layers(replicas)
     _check_standbys(replicas, standbys)
     _check_migrations(replicas, migrations)
@@ -41,6 +47,24 @@ def _check_workers(replicas: Sequence[Replica], standbys: Mapping[int, Kept]) ->
         if worker in seen:
             raise PlanError(f"worker {worker} appears twice")
         seen.add(worker)
+
+
+def _check_context(replicas: Sequence[Replica], migrations: Sequence[Migration], degree: int) -> None:
+    """Replicas that share sequences meet in every layer: all of them run the same ops in the same order."""
+    if type(degree) is not int or degree < 1:
+        raise PlanError(f"a context-parallel degree is a whole number >= 1, got {degree!r}")
+    if degree == 1:
+        return
+    if len(replicas) % degree:
+        raise PlanError(f"{len(replicas)} replicas can't share sequences in groups of {degree}")
+    if migrations:
+        raise PlanError("work can't be migrated between replicas that share sequences")
+    if len({(each.shape, each.chunks, each.schedule) for each in replicas}) > 1:
+        raise PlanError("replicas that share sequences must have the same stages, layers and order of ops")
+    for first in range(0, len(replicas), degree):
+        if len({each.micro_batches for each in replicas[first : first + degree]}) > 1:
+            said = f"replicas {first} to {first + degree - 1} share sequences and must have the same micro-batches"
+            raise PlanError(said)
 
 
 def _check_micro_batches(replicas: Sequence[Replica]) -> None:

@@ -3,6 +3,8 @@
 
 In each replica, one worker works on each shard. A worker keeps the shard that it holds if the plan needs it there. If a
 shard has fewer living holders than there are replicas, a surplus worker moves to it and fetches its state.
+
+With context parallelism, replicas share sequences in groups of one size, which may be smaller than the job's own.
 """
 
 from collections.abc import Mapping
@@ -21,6 +23,21 @@ class NoPlanError(Exception):
         self.missing = missing
 
 
+def context_degrees(own: int, tokens: int, members: int) -> tuple[int, ...]:
+    """How many replicas may share a sequence, the job's own number first.
+
+    Megatron cuts a sequence in two parts for each of them, so that all have as much to attend to.
+
+    Args:
+        own: the job's.
+        tokens: of a sequence.
+        members: of a stage among which the tokens between layers are shared out, too; 1: they aren't.
+    """
+    smaller = (degree for degree in range(own - 1, 1, -1) if tokens % (2 * degree) == 0)
+    fitting = (degree for degree in smaller if tokens // degree % members == 0)
+    return tuple(dict.fromkeys((own, *fitting, 1)))
+
+
 @dataclass(frozen=True)
 class JobShape:
     """What a failure may not change.
@@ -32,6 +49,7 @@ class JobShape:
         micro_batch_group: how many go together in an interleaved pipeline; None: it isn't interleaved.
         distributed_optimizer: replicas share the optimizer's state out.
         spread_replicas: the user wants no shard on one node only.
+        context_degrees: how many replicas may share each sequence; the job's own number first.
     """
 
     tensor_parallel: int
@@ -41,6 +59,7 @@ class JobShape:
     micro_batch_group: int | None = None
     distributed_optimizer: bool = False
     spread_replicas: bool = False
+    context_degrees: tuple[int, ...] = (1,)
 
     def node_of(self, worker: int) -> int:
         """Where a worker lives."""
@@ -51,8 +70,29 @@ class JobShape:
         """Of a replica: Megatron's interleaved schedule needs one for each stage."""
         return 1 if self.micro_batch_group is None else self.pipeline_parallel
 
+    def context_parallel(self, replicas: int) -> int:
+        """How many of them share each sequence: as many as need the least time, and of several numbers the largest,
+        since each worker then holds the least of a sequence.
+
+        Raises:
+            NoPlanError: there are too few replicas, or micro-batches.
+        """
+        groups = {degree: self.groups(replicas, degree) for degree in self.context_degrees}
+        possible = [degree for degree, count in groups.items() if count]
+        if not possible:
+            raise NoPlanError(f"{replicas} complete replicas can't share sequences in groups of {self._degrees}")
+        return min(possible, key=lambda degree: (max(self.shares(groups[degree])) / degree, -degree))
+
+    def groups(self, replicas: int, degree: int) -> int:
+        """How many groups of so many they form, of which each has a micro-batch at least."""
+        return min(replicas // degree, self.micro_batches // self.fewest_micro_batches)
+
+    @property
+    def _degrees(self) -> str:
+        return " or ".join(map(str, self.context_degrees))
+
     def shares(self, replicas: int) -> tuple[int, ...]:
-        """How many micro-batches each replica runs."""
+        """How many micro-batches each replica runs, or each group of those that share sequences."""
         if self.micro_batch_group is None:
             return even_counts(self.micro_batches, replicas)
         return grouped_counts(self.micro_batches, replicas, self.pipeline_parallel, self.micro_batch_group)
@@ -79,19 +119,23 @@ def initial_plan(shape: JobShape, workers: int, pipeline_last: bool = True) -> P
 
 
 def _megatrons_own(shape: JobShape, workers: int, pipeline_last: bool) -> ParallelPlan:
-    replicas, rest = divmod(workers, shape.replica_size)
-    if rest or not replicas:
-        raise NoPlanError(f"{workers} workers are not a multiple of TP x PP = {shape.replica_size}")
-    if shape.micro_batches % replicas:
+    context = shape.context_degrees[0]
+    groups, rest = divmod(workers, shape.replica_size * context)
+    if rest or not groups:
+        sizes = "TP x PP" if context == 1 else "TP x CP x PP"
+        raise NoPlanError(f"{workers} workers are not a multiple of {sizes} = {shape.replica_size * context}")
+    if shape.micro_batches % groups:
         batches = f"{shape.micro_batches} micro-batches"
-        raise NoPlanError(f"{batches} cannot be shared evenly by {replicas} replicas at the start")
+        raise NoPlanError(f"{batches} cannot be shared evenly by {groups} replicas at the start")
 
     def worker(replica: int, stage: int, tp_rank: int) -> int:
-        slot = replica + replicas * stage if pipeline_last else stage + shape.pipeline_parallel * replica
-        return tp_rank + shape.tensor_parallel * slot
+        group, place = divmod(replica, context)
+        row = group + groups * stage if pipeline_last else stage + shape.pipeline_parallel * group
+        return tp_rank + shape.tensor_parallel * (place + context * row)
 
-    grid = [{c: worker(replica, c.stage, c.tp_rank) for c in shape.coordinates()} for replica in range(replicas)]
-    return _plan(grid, shape, standbys={})
+    replicas = range(groups * context)
+    grid = [{c: worker(replica, c.stage, c.tp_rank) for c in shape.coordinates()} for replica in replicas]
+    return _plan(grid, shape, {}, context)
 
 
 def plan_uniform(shape: JobShape, held: Mapping[int, Coordinate | None], previous: ParallelPlan) -> ParallelPlan:
@@ -115,14 +159,16 @@ def plan_uniform(shape: JobShape, held: Mapping[int, Coordinate | None], previou
     if missing:
         shards = ", ".join(f"stage {c.stage} TP rank {c.tp_rank}" for c in missing)
         raise NoPlanError(f"the state of {shards} is held by no survivor", missing)
-    replicas = min(len(held) // shape.replica_size, shape.micro_batches // shape.fewest_micro_batches)
-    if not replicas:
+    complete = len(held) // shape.replica_size
+    if not complete or shape.micro_batches < shape.fewest_micro_batches:
         raise NoPlanError(f"{len(held)} survivors are fewer than TP x PP = {shape.replica_size}")
+    context = shape.context_parallel(complete)
+    replicas = context * shape.groups(complete, context)
     chosen = {c: workers[:replicas] for c, workers in holders.items()}
     free = sorted(set(held) - {w for workers in chosen.values() for w in workers})
     moved = _fill(chosen, replicas, free, shape, Homes(held, shape.node_of))
     standbys = {worker: held[worker] for worker in free if worker not in moved}
-    return _plan(_arrange(chosen, replicas, previous, shape), shape, standbys)
+    return _plan(_arrange(chosen, replicas, previous, shape), shape, standbys, context)
 
 
 def _preference(worker: int, held: Mapping[int, Coordinate | None], previous: ParallelPlan) -> tuple[int, ...]:
@@ -187,9 +233,9 @@ def _arrange(
 
 
 def _plan(
-    grid: list[dict[Coordinate, int]], shape: JobShape, standbys: Mapping[int, Coordinate | None]
+    grid: list[dict[Coordinate, int]], shape: JobShape, standbys: Mapping[int, Coordinate | None], context: int
 ) -> ParallelPlan:
-    shares = deal(shape.shares(len(grid)))
+    shares = [share for share in deal(shape.shares(len(grid) // context)) for _ in range(context)]
     return ParallelPlan(
         replicas=tuple(
             Replica(
@@ -202,4 +248,5 @@ def _plan(
             for row, share in zip(grid, shares, strict=True)
         ),
         standbys=standbys,
+        context_parallel=context,
     )

@@ -28,7 +28,7 @@ class JobDescription:
     """One job; all of its workers say the same of its sizes.
 
     Attributes:
-        tensor_parallel, pipeline_parallel: degrees.
+        tensor_parallel, pipeline_parallel, context_parallel: degrees.
         micro_batches: in a global batch.
         chunks: the job's own split into layers.
         seq_length: tokens.
@@ -92,3 +92,4 @@ class JobDescription:
     host_memory: Natural | None = None
     spread_replicas: bool = False
     saves: bool = False
+    context_parallel: Degree = 1

@@ -34,6 +34,7 @@ from jobs import (
 from launched import is_alive
 from test_async_saves import ASYNC
 from test_checkpoints import as_stock_says, rest_of, save, stock_losses
+from test_context_parallelism import OPTIMIZER, SHARED, TENSOR, degrees
 from test_interleaved import INTERLEAVED, UNLIKE
 from test_interleaved import own_plan as interleaved_plan
 from test_logs import PIPELINE, check_files, logged
@@ -251,3 +252,13 @@ def test_saves_beside_training(script: Path, tmp_path: Path) -> None:
     losses = stock_losses(script, 1, **model, load=directory, ckpt_step=20)
     assert sorted(losses) == list(range(21, 31))
     assert losses[25] == pytest.approx(summary.loss[25], rel=1e-2)
+
+
+@pytest.mark.parametrize("layout", [OPTIMIZER, TENSOR], ids=["optimizer", "tensor"])
+def test_fewer_workers_share_each_sequence(jobs: Jobs, layout: dict[str, Any]) -> None:
+    """The script cuts batches by the arguments and the groups of the plan in force."""
+    model = SHARED | layout
+    reference = jobs.reference(tiny(**model), workers=4)
+    job = jobs.run(tiny(**model, resihp_inject="kill:3@4:backward"), workers=4)
+    check_training(job, reference)
+    assert [context for context, _ in degrees(job)] == [2, 1]

@@ -64,14 +64,14 @@ def _mend(shape: JobShape, workers: int, pipeline_last: bool) -> str | None:
     if workers == shape.replica_size:
         return "give it the workers of two replicas, or fewer stages"
     with_flag, without = f"start it with {SPREAD}", f"start it without {OPTIMIZER}"
-    for changes, mend in (
-        ({"spread_replicas": True}, with_flag),
-        ({"distributed_optimizer": False}, without),
-        ({"spread_replicas": True, "distributed_optimizer": False}, f"{with_flag} and without {OPTIMIZER}"),
-    ):
-        if not any(_fatal(replace(shape, **changes), workers, pipeline_last)):
-            return mend
-    return None
+    ways = (
+        (replace(shape, spread_replicas=True), with_flag),
+        (replace(shape, distributed_optimizer=False), without),
+        (replace(shape, spread_replicas=True, distributed_optimizer=False), f"{with_flag} and without {OPTIMIZER}"),
+    )
+    shares = shape.context_degrees[0] > 1  # replicas that share sequences are to stay together
+    possible = [(other, mend) for other, mend in ways if not (shares and other.spread_replicas)]
+    return next((mend for other, mend in possible if not any(_fatal(other, workers, pipeline_last))), None)
 
 
 def _idle(shape: JobShape, workers: int) -> str | None:

@@ -9,7 +9,7 @@ shares that each shard is made of whole ones.
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -18,6 +18,7 @@ from megatron_resihp.plan.copies import lost_parts
 from megatron_resihp.plan.replica import shards_at
 from megatron_resihp.plan.spelling import coordinate_at
 from megatron_resihp.planner import JobShape, NoPlanError, plan_uniform
+from megatron_resihp.planner.uniform import context_degrees
 from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.planning import KnownJob
 
@@ -56,6 +57,16 @@ class Survivors:
     def known(self) -> KnownJob:
         """What the costs of plans depend on."""
         return KnownJob.of(self.job, self.arguments)
+
+
+def shape_of(job: JobDescription, workers_per_node: int) -> JobShape:
+    """The sizes of a job, as its workers have told them."""
+    members = job.tensor_parallel if job.sequence_parallel else 1
+    return JobShape(
+        job.tensor_parallel, job.pipeline_parallel, job.micro_batches, workers_per_node, job.micro_batch_group,
+        job.distributed_optimizer, job.spread_replicas,
+        context_degrees(job.context_parallel, job.seq_length, members),
+    )  # fmt: skip
 
 
 def lacking(held: Held, layers: int) -> tuple[Shard, ...]:
@@ -119,7 +130,7 @@ def plan_for_survivors(shape: JobShape, own: Sequence[Chunk], held: Held, previo
             raise NoPlanError(f"{len(held)} survivors are fewer than TP x PP = {shape.replica_size}") from None
         raise
     standbys = {worker: None if worker in taken else kept for worker, kept in plan.standbys.items()}
-    return ParallelPlan(plan.replicas, standbys)
+    return replace(plan, standbys=standbys)
 
 
 def _stand_ins(

@@ -63,7 +63,13 @@ class _Uniform(PlanMode):
     """Megatron's own groups and schedules run it; a standby keeps a shard of the job's own layout or nothing."""
 
     def check_ops(self, plan: ParallelPlan, own: tuple[Chunk, ...], job: JobDescription) -> None:
-        """There is nothing to check."""
+        """Megatron cuts a sequence in two parts for each worker that shares it, and for the members of its stage."""
+        degree, tokens = plan.context_parallel, job.seq_length
+        members = job.tensor_parallel if job.sequence_parallel else 1
+        if degree > job.context_parallel:
+            raise PlanError(f"sequences can be shared by {job.context_parallel} replicas at most, not {degree}")
+        if degree > 1 and (tokens % (2 * degree) or tokens // degree % members):
+            raise PlanError(f"{degree} replicas can't share the {tokens} tokens of a sequence evenly")
 
     def standbys(self, held: Holders, own: tuple[Chunk, ...], degree: int) -> dict[int, Kept]:
         return {worker: coordinate_at(own, shards, degree) for worker, shards in held.items()}
@@ -80,6 +86,10 @@ class _Heterogeneous(PlanMode):
 
     def check_ops(self, plan: ParallelPlan, own: tuple[Chunk, ...], job: JobDescription) -> None:
         """Where members of a stage share the tokens between layers, Megatron wants as many for each of them."""
+        if job.context_parallel > 1:
+            raise PlanError(f"a job with context parallelism runs uniform plans only: {plan.not_uniform}")
+        if plan.context_parallel > 1:
+            raise PlanError("the job has no --context-parallel-size, so its replicas can't share sequences")
         tokens = job.seq_length
         for degree in degrees_of(plan) if job.sequence_parallel else ():
             if tokens % degree:

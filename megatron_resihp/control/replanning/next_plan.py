@@ -9,11 +9,11 @@ May import `plan`, `planner`, `protocol` and this package's modules.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from megatron_resihp.config import UNIFORM
-from megatron_resihp.control.replanning.change import with_standbys
+from megatron_resihp.control.replanning.change import check_memory, with_standbys
 from megatron_resihp.control.replanning.fallback import plan_for_few
 from megatron_resihp.control.replanning.inventory import Held, Survivors, lacking, plan_for_survivors
 from megatron_resihp.control.replanning.modes import mode_of
@@ -22,7 +22,7 @@ from megatron_resihp.events.replanning import Planned
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, spelled_out
 from megatron_resihp.plan.slots import renamed, slot_of, workers_in_slots
 from megatron_resihp.plan.spelling import trimmed
-from megatron_resihp.planner import NoPlanError
+from megatron_resihp.planner import JobShape, NoPlanError
 from megatron_resihp.protocol.planning import NoPlan, PlanFound, PlannerAnswer
 
 WITHOUT_UNIFORM_S: Final = 30.0
@@ -52,13 +52,36 @@ NextPlan = Callable[[Survivors], tuple[ParallelPlan, list[Event]]]
 
 
 def uniform_plan(survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
-    """As many complete replicas of the job's own shape as there are; needs no more than sizes."""
+    """As many complete replicas of the job's own shape as there are; needs no more than sizes.
+
+    Where fewer of them share each sequence than in the job's own layout, each worker has more of it, which must fit
+    into its memory, if that is known.
+    """
+    shape, too_large = survivors.shape, ""
+    while True:
+        try:
+            plan = _uniform(survivors, shape)
+        except NoPlanError as error:
+            raise NoPlanError(f"{error}; {too_large}", error.missing) if too_large else error from None
+        if plan.context_parallel == survivors.shape.context_degrees[0]:
+            return plan, []
+        try:
+            check_memory(plan, survivors.previous, survivors.own, survivors.known)
+        except PlanError as error:
+            too_large = f"with {plan.context_parallel} of them {error}"
+            larger = tuple(degree for degree in shape.context_degrees if degree > plan.context_parallel)
+            shape = replace(shape, context_degrees=larger)
+        else:
+            return plan, []
+
+
+def _uniform(survivors: Survivors, shape: JobShape) -> ParallelPlan:
     names = workers_in_slots(survivors.held, survivors.slots)
     held = {slot: survivors.held[worker] for slot, worker in names.items()}
     # A worker that died and came back with another id has its old slot here, too.
     previous = renamed(survivors.previous, lambda worker: slot_of(worker, survivors.slots))
-    plan = plan_for_survivors(survivors.shape, survivors.own, held, previous)
-    return renamed(plan, names.__getitem__), []
+    plan = plan_for_survivors(shape, survivors.own, held, previous)
+    return renamed(plan, names.__getitem__)
 
 
 def uniform_or_less(survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
@@ -170,5 +193,5 @@ def planned(plan: ParallelPlan, held: Held, own: tuple[Chunk, ...], degree: int)
         worker: () if worker in plan.standbys and plan.standbys[worker] is None else shards
         for worker, shards in held.items()
     }
-    working = trimmed(spelled_out(ParallelPlan(plan.replicas, {}, plan.migrations, plan.uneven_shards), own))
+    working = trimmed(spelled_out(replace(plan, standbys={}), own))
     return with_standbys(working, kept, own, degree)

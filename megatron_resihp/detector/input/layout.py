@@ -3,6 +3,9 @@
 
 In plans that Megatron's own groups cannot run, stages with the same number may differ. There `Layout.stage` numbers
 kinds of work, so that only workers with the same layers, degree and kinds of ops are compared with each other.
+
+Replicas that share sequences meet in every layer, as members of a tensor-parallel group do. So here they count as one
+replica, whose stages have the members of all of them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,9 +31,10 @@ def layout_of(plan: ParallelPlan, epoch: int, node_of: Mapping[int, int], interl
     """
     native = plan.not_uniform is None
     numbers = _numbers(plan)
+    shared = plan.context_parallel
     places = [
-        (worker, number, coordinate.stage if native else numbers[_work(replica, coordinate.stage)],
-         coordinate.tp_rank, node_of[worker])
+        (worker, number // shared, coordinate.stage if native else numbers[_work(replica, coordinate.stage)],
+         coordinate.tp_rank + number % shared * len(replica.stages[coordinate.stage]), node_of[worker])
         for number, replica in enumerate(plan.replicas)
         for worker, coordinate in replica.workers()
     ]  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_resihp.control.coordination.exposure import exposure, in_words
 from megatron_resihp.control.job_size import JobSize
-from megatron_resihp.control.replanning.inventory import Survivors, require_all_parts
+from megatron_resihp.control.replanning.inventory import Survivors, require_all_parts, shape_of
 from megatron_resihp.control.replanning.next_plan import uniform_or_less
 from megatron_resihp.cost.crossing import Crossing, crossing
 from megatron_resihp.cost.layers import Model
@@ -97,10 +97,7 @@ def outlook(job: JobDescription, size: JobSize, arguments: Mapping[str, Any], fe
         NoPlanError: the sizes do not fit together.
         PlanError: so do the layers.
     """
-    shape = JobShape(
-        job.tensor_parallel, job.pipeline_parallel, job.micro_batches, size.workers_per_node, job.micro_batch_group,
-        job.distributed_optimizer, job.spread_replicas,
-    )  # fmt: skip
+    shape = shape_of(job, size.workers_per_node)
     plan = initial_plan(shape, size.workers, job.pipeline_last)
     said = in_words(size.nodes, exposure(shape, size.workers, job.pipeline_last, fewest), fewest)
     full = spelled_out(plan, job.chunks)
@@ -141,7 +138,8 @@ def _single_losses(plan: ParallelPlan, size: JobSize) -> Iterator[tuple[str, fro
 
 
 def _sent(job: JobDescription, shape: JobShape, size: JobSize, model: Model, training: Training, fewest: int) -> Sent:
-    shapes = [replace(shape, spread_replicas=spread) for spread in (False, True)]
+    can_spread = shape.context_degrees[0] == 1  # replicas that share sequences are to stay together
+    shapes = [replace(shape, spread_replicas=spread and can_spread) for spread in (False, True)]
     plans = [spelled_out(initial_plan(each, size.workers, job.pipeline_last), job.chunks) for each in shapes]
     unspread, spread = (crossing(plan, model, training, shape.node_of) for plan in plans)
     losses = in_words(size.nodes, exposure(shapes[1], size.workers, job.pipeline_last, fewest), fewest)

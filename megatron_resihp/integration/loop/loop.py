@@ -257,7 +257,7 @@ def _saving(runtime: Runtime, iteration: int, non_persistent: bool) -> Iterator[
     path = directory_of_saves(args, non_persistent)
     if not non_persistent:
         saves.lost = False
-    args.data_parallel_size = len(runtime.view.plan.replicas)
+    args.data_parallel_size = runtime.view.plan.data_parallel
     try:
         with runtime.mode.state.saving() as used:
             yield

@@ -32,7 +32,7 @@ from megatron_resihp.pipeline.orders import group_for
 from megatron_resihp.protocol.published import EpochPlan
 from megatron_resihp.protocol.records import Outcome
 
-INSTANCES = "num_distributed_optimizer_instances"
+INSTANCES, CONTEXT = "num_distributed_optimizer_instances", "context_parallel_size"
 
 
 class UniformMode(Mode):
@@ -44,7 +44,7 @@ class UniformMode(Mode):
         self.view = view
         self.state = self._make_state(runtime)
         self.everybody = make_group("everybody", view.plan.members)
-        self.averaging = averaging_of(runtime, len(view.plan.replicas))
+        self.averaging = averaging_of(runtime, view.plan.data_parallel)
         self._runtime = runtime
         self.counts = UniformCounts(runtime, self.counts_norm)
         self._join(make_group)
@@ -70,12 +70,17 @@ class UniformMode(Mode):
     def wanted_groups(self) -> list[WorldGroup]:
         order, args = self.view.rank_order, self._runtime.job.args
         rank, build = order.index(self.view.worker), self._runtime.setup.build_groups
-        wanted = groups_wanted(rank, len(order), build.args, build.keywords | {INSTANCES: self.instances})
+        wanted = groups_wanted(rank, len(order), build.args, build.keywords | self._sizes)
         return of_gloo([(world_group(args, len(order)), None), *wanted], args.distributed_backend)
 
+    @property
+    def _sizes(self) -> dict[str, Any]:
+        """What Megatron is told of this plan that may be otherwise in the job's own layout."""
+        return {INSTANCES: self.instances, CONTEXT: self.view.plan.context_parallel}
+
     def build_groups(self) -> None:
-        self._runtime.setup.sizes.restore({INSTANCES: self.instances})
-        self._runtime.setup.build_groups(**{INSTANCES: self.instances})
+        self._runtime.setup.sizes.restore(self._sizes)
+        self._runtime.setup.build_groups(**self._sizes)
         start_streams(self._runtime.job.args, self._runtime.epoch)
 
     @property
@@ -176,7 +181,8 @@ class UniformState(ModeState):
 
 
 def averaging_of(runtime: Runtime, replicas: int) -> Averaging:
-    """`replicas`: by which Megatron divides sums of gradients."""
+    """`replicas`: by which Megatron divides sums of gradients. Those that share sequences count as one: Megatron
+    divides by all of them, and each divides its losses by its own tokens, of which there are so many fewer."""
     args = runtime.job.args
     whole = args.global_batch_size // args.micro_batch_size
     # Sums that are 16 bits wide must not grow with the micro-batches that a replica gets in a dead one's place.

@@ -24,6 +24,7 @@ from megatron_resihp.control.node.environment import MAX_RESTARTS, SLOTS, give_b
 from megatron_resihp.control.replanning.change import ChangeRefused, plan_of
 from megatron_resihp.control.worker.identity import Identity
 from megatron_resihp.cost.profile import ProfileError, load_profile
+from megatron_resihp.integration.patches.context import check_context, size_of_replica
 from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
 from megatron_resihp.integration.patches.identity import identity_of
 from megatron_resihp.integration.streams.seeds import draws
@@ -131,6 +132,7 @@ def examine(validate: Callable[..., Any], args: argparse.Namespace, defaults: di
         *_raised(lambda: _check_evaluation(args)),
         *_raised(lambda: _check_logs(args)),
         *_raised(lambda: _check_streams(config, args)),
+        *_raised(lambda: check_context(config, args)),
     ]
     # What Megatron itself asserts first, in other words.
     misfits = _raised(lambda: _check_sizes(args))
@@ -252,10 +254,11 @@ def _check_saves(args: argparse.Namespace) -> None:
 
 def _check_sizes(args: argparse.Namespace) -> None:
     """Sizes that no plan fits, said before Megatron's own assertion says it on every worker."""
-    size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    size = size_of_replica(args)
     if args.world_size % size:
+        sizes = "TP x PP" if args.context_parallel_size == 1 else "TP x CP x PP"
         raise ConfigError(
-            f"{args.world_size} workers are not a multiple of TP x PP = {size}, so no plan exists; "
+            f"{args.world_size} workers are not a multiple of {sizes} = {size}, so no plan exists; "
             f"start {max(args.world_size // size, 1) * size} or change the parallel sizes"
         )
     per_step = args.micro_batch_size * (args.world_size // size) if args.micro_batch_size else None
@@ -287,7 +290,7 @@ def data_problems(args: argparse.Namespace) -> list[str]:
 
 def _check_instances(args: argparse.Namespace) -> None:
     """Parts of a distributed optimizer have copies in other replicas of their instance."""
-    replicas = args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
+    replicas = args.world_size // size_of_replica(args)
     instances = args.num_distributed_optimizer_instances
     if 1 < replicas <= instances:
         raise ConfigError(
@@ -311,7 +314,7 @@ def _check_evaluation(args: argparse.Namespace) -> None:
 
 
 def _check_batches(args: argparse.Namespace) -> None:
-    replicas = args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
+    replicas = args.world_size // size_of_replica(args)
     for name in ("global_batch_size", "eval_global_batch_size"):
         size = getattr(args, name)
         if size // args.micro_batch_size < replicas:

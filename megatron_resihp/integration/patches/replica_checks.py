@@ -26,9 +26,9 @@ def wrap_run_realtime_tests(runtime: Runtime, original: Callable[..., None]) -> 
 
     @functools.wraps(original)
     def run_realtime_tests(self: Any) -> None:
-        args, replicas = runtime.job.args, runtime.view.plan.replicas
+        args, plan = runtime.job.args, runtime.view.plan
         evaluated = args.eval_global_batch_size // args.eval_micro_batch_size
-        if len({len(replica.micro_batches) for replica in replicas}) == 1 and evaluated % len(replicas) == 0:
+        if len({len(each.micro_batches) for each in plan.replicas}) == 1 and evaluated % plan.data_parallel == 0:
             original(self)
 
     return run_realtime_tests

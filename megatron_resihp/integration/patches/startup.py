@@ -168,6 +168,7 @@ def describe_job(job: Job) -> JobDescription:
     return JobDescription(
         tensor_parallel=args.tensor_model_parallel_size,
         pipeline_parallel=args.pipeline_model_parallel_size,
+        context_parallel=args.context_parallel_size,
         chunks=own.chunks,
         micro_batch_group=own.micro_batch_group,
         tied=own.tied_head is not None,

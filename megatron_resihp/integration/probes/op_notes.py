@@ -41,6 +41,8 @@ class OpNotes:
     Attributes:
         running_chunk: which of this worker's chunks is being run, where Megatron's own schedule doesn't say.
         tp_group: the tensor-parallel group of this epoch.
+        tells_waits: whether the waits of that group's collectives are all there are. Where replicas share sequences,
+            members wait for each other inside kernels, too.
         timed_group: the group whose collectives are to be timed now: that one, inside of ops that are sampled.
         emulated: whether ops are padded. Then an op's first wait in a collective counts, which is that for members that
             began it later: what collectives take on the device is in its costs, and what they really take is not. What
@@ -50,6 +52,7 @@ class OpNotes:
     def __init__(self, page: Page, transit: InTransit, run_delay: Callable[[], float]) -> None:
         self.running_chunk = 0
         self.tp_group: Any = None
+        self.tells_waits = True
         self.timed_group: Any = NOBODY
         self.emulated = False
         self._page, self._transit = page, transit
@@ -130,7 +133,7 @@ class OpNotes:
             row = self._transit.received.pop(id(tensor), None)
             if row is not None:
                 row[CHUNK], row[MICRO_BATCH] = chunk, micro_batch
-        if self._page.clock.immediate or micro_batch in self._sampled:
+        if self.tells_waits and (self._page.clock.immediate or micro_batch in self._sampled):
             self.timed_group = self.tp_group
         self._first_wait = len(self._page.sheet.waits)
         self._waited = self._batch_came = 0.0
@@ -158,6 +161,7 @@ class OpNotes:
         now = self._page.clock.mark()
         if self._page.clock.immediate:
             self._waited += now - since
+        if self._page.clock.immediate or not self.tells_waits:
             return
         # Where not all waits of an op are timed, none can be told apart from its work.
         self.timed_group = self.tp_group

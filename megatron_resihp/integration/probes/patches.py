@@ -78,8 +78,8 @@ def probe_patches(runtime: Runtime) -> list[Patch]:
 
 def begin_iteration(runtime: Runtime) -> None:
     """Called where an iteration that will be computed begins."""
-    runtime.probes.ops.tp_group = mpu.get_tensor_model_parallel_group()
-    view = runtime.view
+    view, ops = runtime.view, runtime.probes.ops
+    ops.tp_group, ops.tells_waits = mpu.get_tensor_model_parallel_group(), view.plan.context_parallel == 1
     runtime.probes.begin(runtime.epoch, runtime.progress.iteration, view.numbering, view.rank_order)
 
 
@@ -154,8 +154,9 @@ def _workload(runtime: Runtime, before: torch.Tensor | None) -> Any:
         return tuple(found.tolist()) if runtime.probes.immediate else found
     if documents.are_packed(args) or args.sft:
         return None  # this stage's forward step does not say
-    tokens = args.micro_batch_size * args.seq_length
-    return float(tokens), float(tokens * args.seq_length)
+    # Of its tokens this worker has a part, which attend to all of the sequence.
+    tokens = args.micro_batch_size * args.seq_length / runtime.view.plan.context_parallel
+    return tokens, tokens * args.seq_length
 
 
 # ---- collectives

@@ -87,7 +87,7 @@ def agreed_step(runtime: Runtime) -> StepResult:
 def _record_samples(runtime: Runtime) -> None:
     """Say what was fed before the step can be agreed on: a step that counts is never without its samples in the log."""
     progress, view = runtime.progress, runtime.view
-    if runtime.job.config.resihp_record_samples and progress.fed and view.is_first_stage:
+    if runtime.job.config.resihp_record_samples and progress.fed and view.is_first_stage and view.feeds_first:
         runtime.control.event(Samples(
             epoch=runtime.epoch, iteration=progress.iteration, replica=view.replica,
             samples=tuple((first, last) for first, last in _ranges(progress.fed)),

@@ -111,7 +111,46 @@ class Together:
         return self.mend
 
 
-Condition = Only | Needs | NotWith | Together
+@dataclass(frozen=True)
+class Clash:
+    """Another argument that does harm beside one.
+
+    Attributes:
+        other: which.
+        is_there: whether all arguments together have it so.
+        why: the two together do harm.
+    """
+
+    other: str
+    is_there: Callable[[Mapping[str, Any]], Any]
+    why: str
+
+
+@dataclass(frozen=True)
+class NotBeside:
+    """Supported as long as none of several others does harm.
+
+    Attributes:
+        clashes: these.
+        counts: whether all arguments together have this one so that they could.
+    """
+
+    clashes: tuple[Clash, ...]
+    counts: Callable[[Mapping[str, Any]], bool]
+
+    def refusal(self, name: str, values: Mapping[str, Any], flags: Mapping[str, str]) -> str | None:
+        found = [each for each in self.clashes if self.counts(values) and each.is_there(values)]
+        if not found:
+            return None
+        said = "; ".join(f"{flags[each.other]}: {each.why}" for each in found)
+        return f"{flags[name]} {values[name]} is not supported with --resihp beside {said}; leave one of them out"
+
+    def said(self, flags: Mapping[str, str]) -> str:
+        """The same for a table."""
+        return "not with " + ", ".join(f"`{flags[each.other]}`" for each in self.clashes)
+
+
+Condition = Only | Needs | NotWith | Together | NotBeside
 
 
 @dataclass(frozen=True)

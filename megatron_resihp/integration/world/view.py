@@ -51,6 +51,11 @@ class View(ABC):
     def read_order(self) -> tuple[int, ...]:
         """Indices in the global batch of the micro-batches that this worker runs forwards, in order."""
 
+    @property
+    def feeds_first(self) -> bool:
+        """Whether this worker is to tell of the samples that it reads; others that share the sequences don't."""
+        return True
+
     @abstractmethod
     def evaluation_order(self, count: int) -> Sequence[int]:
         """The micro-batches that this worker reads in an evaluation of `count`."""
@@ -102,13 +107,17 @@ class UniformView(View):
         return self.plan.replicas[self.replica].micro_batches
 
     def evaluation_share(self, count: int) -> Sequence[int]:
-        """Which of `count` micro-batches this worker's replica evaluates."""
-        return even_share(count, len(self.plan.replicas), self.replica)
+        """Which of `count` micro-batches this worker's replica evaluates; those that share sequences have the same."""
+        return even_share(count, self.plan.data_parallel, self.replica // self.plan.context_parallel)
 
     def evaluation_order(self, count: int) -> Sequence[int]:
         # Where the share is too small, a replica runs others, too, that count nothing (`modes.uniform`).
         share = self.evaluation_share(count)
         return (*share, *[0] * (self.fewest_micro_batches - len(share)))
+
+    @property
+    def feeds_first(self) -> bool:
+        return self.replica % self.plan.context_parallel == 0
 
     @property
     def numbering(self) -> tuple[int, ...]:

@@ -27,9 +27,11 @@ def standbys(plan: Plan) -> set[int]:
 
 
 def describe(plan: Plan) -> str:
-    """For example "DP2 PP2 TP2", or "DP3: 2x PP2 TP2, 1x PP2 TP2/1" where replicas differ."""
-    shapes = Counter(_replica(replica["stages"]) for replica in plan["replicas"])
-    return f"DP{len(plan['replicas'])}{' ' if len(shapes) == 1 else ': '}{_counted(shapes)}"
+    """For example "DP2 PP2 TP2", "DP2 CP2 PP2 TP2" where two replicas share each sequence, or "DP3: 2x PP2 TP2, 1x PP2
+    TP2/1" where replicas differ."""
+    shapes, context = Counter(_replica(replica["stages"]) for replica in plan["replicas"]), _context(plan)
+    groups = f"DP{len(plan['replicas']) // context}" + (f" CP{context}" if context > 1 else "")
+    return f"{groups}{' ' if len(shapes) == 1 else ': '}{_counted(shapes)}"
 
 
 def layers(plan: Plan, own: Sequence[Sequence[int]]) -> str:
@@ -45,10 +47,10 @@ def layers(plan: Plan, own: Sequence[Sequence[int]]) -> str:
 
 
 def micro_batches(plan: Plan) -> str:
-    """Micro-batches of each replica, "5+3"; for many replicas the number of replicas with each count, "6x 4, 2x 3"; and
-    the number of micro-batches that another replica runs in part, "4+4, 1 shared".
+    """Micro-batches of each replica, or of each group that shares sequences, "5+3"; for many the number with each,
+    "6x 4, 2x 3"; and the number of micro-batches that another replica runs in part, "4+4, 1 shared".
     """
-    counts = [len(replica.get("micro_batches") or ()) for replica in plan["replicas"]]
+    counts = [len(replica.get("micro_batches") or ()) for replica in plan["replicas"][:: _context(plan)]]
     own = "+".join(map(str, counts)) if len(counts) <= FEW else _counted(Counter(map(str, counts)))
     shared = {micro_batch for micro_batch, *_ in plan.get("migrations") or ()}
     return f"{own}, {len(shared)} shared" if shared else own
@@ -63,7 +65,12 @@ def _work(plan: Plan) -> list[Any]:
     of_replicas = [
         {**replica, "stages": [len(members) for members in replica["stages"]]} for replica in plan["replicas"]
     ]
-    return [of_replicas, plan.get("migrations")]
+    return [of_replicas, plan.get("migrations"), _context(plan)]
+
+
+def _context(plan: Plan) -> int:
+    """How many replicas share each sequence."""
+    return int(plan.get("context_parallel", 1))
 
 
 def _layers(chunks: Iterable[Sequence[int]]) -> str:

@@ -14,7 +14,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_resihp.plan import Coordinate, ParallelPlan, PlanError, Replica, deal, even_counts, even_share
+from megatron_resihp.plan import (
+    Coordinate,
+    ParallelPlan,
+    PlanError,
+    Replica,
+    deal,
+    differences,
+    even_counts,
+    even_share,
+)
 from megatron_resihp.plan.replica import Kept
 
 COUNTS = st.lists(st.integers(min_value=0, max_value=9), min_size=1, max_size=6)
@@ -229,3 +238,38 @@ class TestOnTheWire:
         digests = [plan.digest for plan in [base, *others]]
         assert len(set(digests)) == len(digests)
         assert all(len(digest) == 16 and int(digest, 16) >= 0 for digest in digests)
+
+
+class TestSharedSequences:
+    PAIR: ClassVar = (Replica(((0,), (1,)), (0, 1)), Replica(((2,), (3,)), (0, 1)))
+    PLAN: ClassVar = ParallelPlan(PAIR, {4: None}, context_parallel=2)
+
+    def test_json_and_words(self) -> None:
+        again = ParallelPlan.from_dict(json.loads(json.dumps(self.PLAN.to_dict())))
+        alone = ParallelPlan((Replica(((0,), (1,)), (0,)), Replica(((2,), (3,)), (1,))), {4: None})
+        assert again == self.PLAN and pickle.loads(pickle.dumps(again)) == self.PLAN
+        assert "context_parallel" not in alone.to_dict(), "plans without it keep their digests"
+        assert "context-parallel degree 1 → 2" in differences(alone, self.PLAN)
+        assert self.PLAN.digest != alone.digest
+
+    def test_micro_batches_count_once(self) -> None:
+        assert (self.PLAN.micro_batch_count, self.PLAN.data_parallel, self.PLAN.not_uniform) == (2, 1, None)
+
+    def test_those_that_share_come_before_stages_in_either_order_of_ranks(self) -> None:
+        others = (Replica(((5,), (6,)), (2,)), Replica(((7,), (8,)), (2,)))
+        grid = ParallelPlan((*self.PAIR, *others), {}, context_parallel=2).grid
+        assert grid.rank_order() == (0, 2, 5, 7, 1, 3, 6, 8)
+        assert grid.rank_order(pipeline_last=False) == (0, 2, 1, 3, 5, 7, 6, 8)
+
+    @pytest.mark.parametrize(
+        ("replicas", "degree", "reason"),
+        [
+            (PAIR, 0, "a context-parallel degree is a whole number >= 1, got 0"),
+            (PAIR, 3, "2 replicas can't share sequences in groups of 3"),
+            ((PAIR[0], Replica(((2,), (3,)), (0,))), 2, "replicas 0 to 1 share sequences and must have the same micro"),
+            ((PAIR[0], Replica(((2, 3), (4,)), (0, 1))), 2, "must have the same stages, layers and order of ops"),
+        ],
+    )
+    def test_what_they_must_have_in_common(self, replicas: tuple[Replica, ...], degree: int, reason: str) -> None:
+        with pytest.raises(PlanError, match=reason):
+            ParallelPlan(replicas, {}, context_parallel=degree)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_resihp.plan import Coordinate, ParallelPlan
 from megatron_resihp.planner import JobShape, NoPlanError, initial_plan, plan_uniform
+from megatron_resihp.planner.uniform import context_degrees
 
 Held = dict[int, Coordinate | None]
 
@@ -218,3 +219,46 @@ class TestAfterDeaths:
         before = initial_plan(shape, 2)
         plan = plan_uniform(shape, {worker: Coordinate(0, 0) for worker in range(4)}, before)
         assert len(plan.replicas) == 2 and set(plan.standbys) == {2, 3}
+
+
+class TestSharedSequences:
+    @given(sizes=st.tuples(*[st.integers(1, 3)] * 4), pipeline_last=st.booleans())
+    def test_workers_are_megatrons_ranks(self, sizes: tuple[int, int, int, int], pipeline_last: bool) -> None:
+        tp, cp, dp, pp = sizes
+        plan = initial_plan(JobShape(tp, pp, dp, context_degrees=(cp,)), tp * cp * dp * pp, pipeline_last)
+        assert plan.grid.rank_order(pipeline_last) == tuple(range(tp * cp * dp * pp))
+        for number, replica in enumerate(plan.replicas):
+            group, place = divmod(number, cp)
+            assert replica.micro_batches == (group,)
+            for worker, (stage, tp_rank) in replica.workers():
+                # megatron.core.parallel_state: order 'tp-cp-ep-dp-pp', or 'tp-cp-ep-pp-dp' with the other flag.
+                slot = group + dp * stage if pipeline_last else stage + pp * group
+                assert worker == tp_rank + tp * (place + cp * slot)
+
+    @pytest.mark.parametrize(
+        ("own", "workers", "micro_batches", "lost", "expected"),
+        [
+            (2, 4, 6, 1, (1, 3)), (2, 4, 4, 1, (2, 2)), (2, 4, 6, 2, (2, 2)), (4, 8, 8, 1, (2, 6)),
+            (4, 4, 1, 1, (2, 2)), (2, 2, 4, 1, (1, 1)), (2, 4, 6, 0, (2, 4)),
+        ],
+    )  # fmt: skip
+    def test_survivors_share_in_the_number_that_takes_least_time(
+        self, own: int, workers: int, micro_batches: int, lost: int, expected: tuple[int, int]
+    ) -> None:
+        """Of two that take as long the larger one, whose members hold less of a sequence."""
+        shape = JobShape(1, 1, micro_batches, context_degrees=context_degrees(own, 32, 1))
+        before = initial_plan(shape, workers)
+        held = dict.fromkeys(range(workers - lost), Coordinate(0, 0))
+        plan = plan_uniform(shape, held, before)
+        assert (plan.context_parallel, len(plan.replicas)) == expected
+        assert set(plan.members) == set(held) and plan.micro_batch_count == micro_batches
+
+    def test_degrees_that_cut_sequences_evenly(self) -> None:
+        assert context_degrees(1, 10, 1) == (1,)
+        assert context_degrees(4, 24, 1) == (4, 3, 2, 1)
+        assert context_degrees(4, 16, 1) == (4, 2, 1)
+        assert context_degrees(4, 24, 8) == (4, 3, 1), "three have 8 tokens each, which 8 members share; two have 12"
+
+    def test_sizes_that_do_not_divide(self) -> None:
+        with pytest.raises(NoPlanError, match="6 workers are not a multiple of TP x CP x PP = 4"):
+            initial_plan(JobShape(2, 1, 4, context_degrees=(2, 1)), 6)

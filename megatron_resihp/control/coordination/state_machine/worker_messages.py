@@ -16,6 +16,7 @@ from megatron_resihp.control.coordination.state_machine.ends import Ends
 from megatron_resihp.control.coordination.state_machine.epochs import Epochs
 from megatron_resihp.control.coordination.state_machine.state import Job, State
 from megatron_resihp.control.job_size import JobSize
+from megatron_resihp.control.replanning.inventory import shape_of
 from megatron_resihp.events.job import Exposed, Model
 from megatron_resihp.events.workers import WorkerFailed, WorkerWaiting
 from megatron_resihp.plan import Chunk
@@ -242,11 +243,7 @@ class WorkerMessages:
 
 
 def _sizes_in(told: JobDescription, size: JobSize) -> tuple[JobShape, tuple[Chunk, ...]]:
-    shape = JobShape(
-        told.tensor_parallel, told.pipeline_parallel, told.micro_batches, size.workers_per_node,
-        told.micro_batch_group, told.distributed_optimizer, told.spread_replicas,
-    )  # fmt: skip
-    return shape, told.chunks
+    return shape_of(told, size.workers_per_node), told.chunks
 
 
 def _exposed(job: Job, fewest: int) -> Log:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows: how work is cut and overlapped, and what the groups are made of. Imports `notation`."""
+"""Rows: how work is cut and overlapped, and what the groups are made of. Imports `notation` and `context`."""
 
 from megatron_resihp.integration.support.notation import (
     Rows,
@@ -13,8 +13,8 @@ from megatron_resihp.integration.support.notation import (
     without,
 )
 from megatron_resihp.integration.support.row import NotWith
+from megatron_resihp.integration.support.rows import context
 
-_CONTEXT = "a plan doesn't say yet which workers share a sequence"
 _EXPERTS = "a plan doesn't say yet which workers share the experts"
 _FSDP = "shards of parameters that exist once are lost with their worker: there are no copies of them"
 _USER_BUFFERS = (
@@ -33,14 +33,7 @@ _DEGREES: Rows = joined(
         """pipeline_model_parallel_layout decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
         account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split""",
     ),
-    refused("context_parallel_size", _CONTEXT, "leave it out and use more tensor parallelism"),
-    refused("hierarchical_context_parallel_sizes hybrid_context_parallel", _CONTEXT),
-    without("context_parallel_size", "core.extensions.transformer_engine:TEDotProductAttention", "cp_comm_type"),
-    without(
-        "hybrid_context_parallel",
-        "core.datasets.data_schedule:HybridCPDataLoaderWrapper",
-        "max_seqlen_per_dp_cp_rank",
-    ),
+    context.ROWS,
     refused("expert_model_parallel_size", _EXPERTS, "leave it out, so that each tensor-parallel group has all experts"),
     refused("expert_tensor_parallel_size", _EXPERTS, "leave it out, so that experts are cut as other layers are"),
     refused(

@@ -4,16 +4,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from megatron_resihp.control.replanning.inventory import Survivors
-from megatron_resihp.control.replanning.next_plan import Heard, StrategicPlan
+from megatron_resihp.control.replanning.modes import mode_of
+from megatron_resihp.control.replanning.next_plan import Heard, StrategicPlan, uniform_plan
 from megatron_resihp.control.replanning.planning import answer
+from megatron_resihp.cost.layers import Model, model_from_arguments
+from megatron_resihp.cost.memory import memory_of
+from megatron_resihp.cost.training import Training, training_from_arguments
 from megatron_resihp.events.replanning import Planned
-from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard, even_chunks, rules, spelled_out
-from megatron_resihp.planner import JobShape, initial_plan
+from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, Replica, Shard, even_chunks, rules, spelled_out
+from megatron_resihp.planner import JobShape, NoPlanError, initial_plan
 from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.planning import KnownJob, NoPlan, PlanFound, PlannerAnswer, PlannerRequest
 
@@ -187,3 +191,56 @@ def test_a_plan_whose_first_step_has_failed_is_not_taken_again() -> None:
     plan, told = strategic(found(UNLIKE))(replace(survivors(1, 2, 3), failed=failed))
     assert plan.not_uniform is None
     assert told[0].reason == "its plan has failed in the first step: RuntimeError: no such kernel"
+
+
+class TestSharedSequences:
+    """Two replicas share each sequence; of four workers three are left."""
+
+    SHAPE: ClassVar = JobShape(1, 1, micro_batches=6, workers_per_node=4, context_degrees=(2, 1))
+    OWN: ClassVar = even_chunks(4, 1)
+
+    def survivors(self, *workers: int, **job: Any) -> Survivors:
+        told = replace(
+            JOB, strategy="uniform", emulated=None, chunks=self.OWN, pipeline_parallel=1, micro_batches=6,
+            context_parallel=2, **job,
+        )  # fmt: skip
+        start = initial_plan(self.SHAPE, 4)
+        full = spelled_out(start, self.OWN)
+        held = {worker: full.shards_of(worker) for worker in workers}
+        return Survivors(self.SHAPE, self.OWN, held, start, start, told, ARGUMENTS, 4)
+
+    def test_each_has_sequences_of_its_own_where_that_is_faster_and_fits(self) -> None:
+        plan, _ = uniform_plan(self.survivors(0, 1, 2, device_memory=2**30))
+        assert (plan.context_parallel, len(plan.replicas)) == (1, 3)
+
+    def test_they_go_on_sharing_where_whole_sequences_exceed_memory(self) -> None:
+        survivors = self.survivors(0, 1, 2, memory_reserve=0.0)
+        shared, alone = (
+            max(use.total for use in memory_of(spelled_out(plan, self.OWN), *model_and_training()).values())
+            for plan in (survivors.previous, uniform_plan(survivors)[0])
+        )
+        assert shared < alone
+        plan, _ = uniform_plan(replace(survivors, job=replace(survivors.job, device_memory=(shared + alone) // 2)))
+        assert (plan.context_parallel, len(plan.replicas), set(plan.standbys)) == (2, 2, {2})
+
+    def test_one_that_is_left_says_what_exceeds_its_memory(self) -> None:
+        with pytest.raises(NoPlanError, match=r"can't share sequences in groups of 2; with 1 of them memory exceeded"):
+            uniform_plan(self.survivors(0, device_memory=2**16))
+
+    @pytest.mark.parametrize(
+        ("plan", "reason"),
+        [
+            (UNLIKE, "a job with context parallelism runs uniform plans only: stages differ in tensor-parallel degree"),
+            (
+                ParallelPlan(tuple(Replica(((w,),), (0,)) for w in range(3)), context_parallel=3),
+                "by 2 replicas at most",
+            ),
+        ],
+    )
+    def test_plans_that_cannot_be_run_are_refused(self, plan: ParallelPlan, reason: str) -> None:
+        with pytest.raises(PlanError, match=reason):
+            mode_of(plan).check_ops(plan, self.OWN, self.survivors(0).job)
+
+
+def model_and_training() -> tuple[Model, Training]:
+    return model_from_arguments(ARGUMENTS), training_from_arguments(ARGUMENTS)

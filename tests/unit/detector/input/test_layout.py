@@ -27,3 +27,12 @@ def test_each_member_of_the_larger_stage_has_one_peer() -> None:
 def test_stages_with_several_chunks_are_linked_once() -> None:
     in_turns = (Chunk(0, 0, 2), Chunk(1, 2, 3), Chunk(0, 3, 4), Chunk(1, 4, 6))
     assert links(Replica(((0, 1), (2,)), (0, 1), in_turns, Schedule(INTERLEAVED))) == [[0, 2], [1, 2]]
+
+
+def test_replicas_that_share_sequences_count_as_one() -> None:
+    """They meet in every layer, so none can be told from the others by its ops."""
+    pair = Replica(((0, 1), (2, 3)), (0,)), Replica(((4, 5), (6, 7)), (0,))
+    layout = layout_of(ParallelPlan(pair, {}, context_parallel=2), 0, dict.fromkeys(range(8), 0))
+    assert layout.replica.tolist() == [0] * 8
+    assert layout.tp_rank.tolist() == [0, 1, 0, 1, 2, 3, 2, 3]
+    assert layout.links.tolist() == [[0, 2], [1, 3], [4, 6], [5, 7]]

@@ -72,10 +72,10 @@ def check(parser: argparse.ArgumentParser, tmp_path: Path, monkeypatch: pytest.M
     return run
 
 
-def refused(check: Check, capsys: pytest.CaptureFixture[str], *command: str) -> str:
-    """The one line with which a command line is refused."""
+def refused(check: Check, capsys: pytest.CaptureFixture[str], *command: str, without: str = "") -> str:
+    """The one line with which a command line is refused. `without`: a common flag to leave out."""
     with pytest.raises(SystemExit) as caught:
-        check(*COMMON, *command)
+        check(*(word for word in COMMON if word != without), *command)
     assert caught.value.code == 2
     line = capsys.readouterr().err
     assert line.startswith("resihp: ") and line.count("\n") == 1
@@ -90,7 +90,7 @@ def test_a_common_command_line_is_taken(check: Check) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        "--expert-model-parallel-size 2", "--moe-expert-rank-capacity-factor 1", "--context-parallel-size 2",
+        "--expert-model-parallel-size 2", "--moe-expert-rank-capacity-factor 1",
         "--use-megatron-fsdp", "--use-torch-fsdp2", "--fp8-format hybrid", "--enable-cuda-graph",
         "--mtp-use-repeated-layer", "--mtp-detach-heads",
         "--cuda-graph-impl local", "--cuda-graph-modules full_iteration",
@@ -319,3 +319,39 @@ def test_refusals_speak_of_what_was_given() -> None:
         "--use-torch-fsdp2 is not supported with --resihp: shards of parameters that exist once are lost with their "
         "worker: there are no copies of them; use --use-distributed-optimizer",
     ]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "--num-experts 4", "--mtp-num-layers 1", "--hidden-dropout 0.1", "--attention-dropout 0.1", "--fp16",
+        "--fp8-format e4m3 --fp8-recipe tensorwise", "--reset-position-ids", "--dataloader-inter-document-masking",
+        "--window-size 4,0", "--softmax-type learnable", "--multi-latent-attention",
+        "--num-distributed-optimizer-instances 2 --use-distributed-optimizer", "--cp-comm-type a2a",
+        "--resihp-strategy joint", "--resihp-spread-replicas", "--resihp-plan auto",
+    ],
+)  # fmt: skip
+def test_what_is_refused_where_replicas_share_sequences(
+    check: Check, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    with pytest.raises(SystemExit):
+        check(*SHARING, *command.split())
+    lines = [line for line in capsys.readouterr().err.splitlines() if command.split()[0] in line]
+    assert len(lines) == 1 and ("leave" in lines[0] or "use p2p" in lines[0])
+
+
+SHARING = [*COMMON, "--context-parallel-size", "2"]
+
+
+def test_sequences_may_be_shared(check: Check, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(*SHARING, "--eod-mask-loss", "--calculate-per-token-loss", "--cp-comm-type", "all_gather").switched_on
+    with pytest.raises(SystemExit):
+        check(*SHARING, "--context-parallel-size", "3")
+    assert "8 workers are not a multiple of TP x CP x PP = 12" in capsys.readouterr().err
+
+
+def test_tokens_that_are_masked_need_a_loss_by_tokens(check: Check, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(
+        check, capsys, "--context-parallel-size", "2", "--eod-mask-loss", without="--calculate-per-token-loss"
+    )
+    assert "beside --eod-mask-loss: Megatron divides losses by each worker's own tokens" in line

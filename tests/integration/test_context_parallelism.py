@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sequences that several workers share: the job trains what Megatron itself trains, under the job's own degree of
+context parallelism and under smaller ones.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import BF16, FP32, PRETRAIN, WISHING, Job, Jobs, Tolerance, ask_at, check_digests, tiny
+from stock_runs import check_like_stock, forked_stock_steps, losses_of
+from test_checkpoints import FUSED, as_stock_says, stock_losses
+from test_emergency import emergency
+from test_recovery_points import evaluations
+
+from megatron_resihp.control import exit_codes
+from megatron_resihp.control.worker.saved_state import flags, newest_state
+from megatron_resihp.plan import Coordinate, ParallelPlan, Replica
+from megatron_resihp.report.run.summary import compare
+
+pytestmark = pytest.mark.nightly
+
+WORKERS = 4
+SHARED: dict[str, Any] = {"context_parallel_size": 2, "train_iters": 9, "global_batch_size": 6}
+"""Two pairs of workers: each pair shares its sequences."""
+GROUPED: dict[str, Any] = {"group_query_attention": True, "num_query_groups": 2}
+TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True, **GROUPED}
+PIPELINE: dict[str, Any] = {"pipeline_model_parallel_size": 2}
+OPTIMIZER: dict[str, Any] = {"use_distributed_optimizer": True, "overlap_grad_reduce": True}
+ALONE = ParallelPlan(tuple(Replica(((worker,),), tuple(range(worker, 6, WORKERS))) for worker in range(WORKERS)))
+PAIRS = ParallelPlan(
+    tuple(Replica(((worker,),), tuple(range(worker // 2, 6, 2))) for worker in range(WORKERS)), context_parallel=2
+)
+
+
+def degrees(job: Job) -> list[tuple[int, int]]:
+    """Of each epoch: how many replicas share each sequence, and how many there are."""
+    plans = [ParallelPlan.from_dict(event["plan"]) for event in job.events("epoch_started")]
+    return [(plan.context_parallel, len(plan.replicas)) for plan in plans]
+
+
+def like_stock(jobs: Jobs, *injections: str, layout: dict[str, Any], tolerance: Tolerance = FP32, **extra: Any) -> Job:
+    """A job that loses workers, compared with stock Megatron, which loses none."""
+    stock = forked_stock_steps(jobs, WORKERS, **layout)
+    job = jobs.run(tiny(**layout, **extra, resihp_inject=injections or None), workers=WORKERS)
+    assert job.code == 0, job.tails()
+    check_like_stock(job, stock, tolerance)
+    check_samples(job)
+    assert len(job.summary.deaths) == len(injections)
+    return job
+
+
+def check_samples(job: Job) -> None:
+    summary = job.summary
+    assert (summary.samples_lost, summary.samples_applied_twice, summary.samples_out_of_place) == (0, 0, 0)
+    assert summary.samples_consumed == summary.job.train_iters * summary.job.global_batch_size
+    assert not job.events("detection_failed")
+    check_digests(job)
+
+
+def test_training_shows_in_the_losses(jobs: Jobs) -> None:
+    """The negative control of the other tests: a job that learns next to nothing differs from one that learns."""
+    stock, other = (forked_stock_steps(jobs, WORKERS, **SHARED | rate) for rate in ({}, {"lr": 1e-9, "min_lr": 0}))
+    difference = compare(losses_of(stock), losses_of(other))
+    assert difference is not None and difference > 100 * FP32.loss
+
+
+def test_a_shared_sequence_is_trained_as_a_whole_one(jobs: Jobs) -> None:
+    """The stand-in's attention: stock Megatron with and without context parallelism."""
+    layout = SHARED | GROUPED | {"global_batch_size": 4}
+    whole, shared = (forked_stock_steps(jobs, WORKERS, **layout | {"context_parallel_size": n}) for n in (1, 2))
+    for number in whole:
+        assert shared[number] == pytest.approx(whole[number], rel=FP32.loss)
+
+
+def test_nothing_happens(jobs: Jobs) -> None:
+    job = like_stock(jobs, layout=SHARED)
+    assert degrees(job) == [(2, 4)]
+
+
+def test_a_death_and_the_return_of_the_worker(jobs: Jobs) -> None:
+    """Three workers train sequences of their own; with the fourth they share them again."""
+    layout = SHARED | {"train_iters": 14}
+    stock = forked_stock_steps(jobs, WORKERS, **layout)
+    arguments = tiny(**layout, resihp_inject="kill:3@3")
+    job = jobs.start(arguments, workers=WORKERS, max_restarts=1, script=WISHING, wishes=["hold-0-7"])
+    job.await_event("worker_waiting", waiting=7)
+    job.wish("go_on")
+    assert job.wait().code == 0, job.tails()
+    check_like_stock(job, stock)
+    check_samples(job)
+    assert degrees(job) == [(2, 4), (1, 3), (2, 4)]
+
+
+@pytest.mark.parametrize("point", ["forward", "backward", "grad-sync", "norm", "step", "between"])
+def test_a_death_at_any_point(jobs: Jobs, point: str) -> None:
+    """The second one leaves a pair, which shares sequences again."""
+    job = like_stock(jobs, f"kill:1@3:{point}", f"kill:2@6:{point}", layout=SHARED)
+    assert degrees(job) == [(2, 4), (1, 3), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "tolerance"),
+    [
+        (TENSOR, FP32),
+        (PIPELINE, FP32),
+        (PIPELINE | {"num_layers": 4, "num_layers_per_virtual_pipeline_stage": 1}, FP32),
+        (OPTIMIZER, FP32),
+        (OPTIMIZER | TENSOR, FP32),
+        ({"bf16": True}, BF16),
+        (OPTIMIZER | {"bf16": True}, BF16),
+        ({"calculate_per_token_loss": True, "eod_mask_loss": True}, FP32),
+        ({"position_embedding_type": "learned_absolute"}, FP32),
+        ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, FP32),
+    ],
+    ids=[
+        "tensor", "pipeline", "interleaved", "optimizer", "optimizer, tensor", "bf16", "optimizer, bf16", "per token",
+        "learned positions", "recomputed",
+    ],
+)  # fmt: skip
+def test_a_death_in_other_layouts(jobs: Jobs, layout: dict[str, Any], tolerance: Tolerance) -> None:
+    job = like_stock(jobs, "kill:1@4:backward", layout=SHARED | layout, tolerance=tolerance)
+    assert degrees(job)[0][0] == 2 and len(degrees(job)) == 2
+
+
+def test_four_share_and_then_two(jobs: Jobs) -> None:
+    job = like_stock(jobs, "kill:2@4", layout=SHARED | {"context_parallel_size": 4, "global_batch_size": 1})
+    assert degrees(job) == [(4, 4), (2, 2)]
+
+
+@pytest.mark.parametrize("layout", [{}, OPTIMIZER], ids=["plain", "optimizer"])
+def test_a_change_by_choice_there_and_back(jobs: Jobs, tmp_path: Path, layout: dict[str, Any]) -> None:
+    plans = ask_at(tmp_path, (ALONE, 2), (PAIRS, 6))
+    job = like_stock(jobs, layout=SHARED | layout, resihp_plan=plans)
+    assert degrees(job) == [(2, 4), (1, 4), (2, 4)]
+
+
+def test_evaluation(jobs: Jobs) -> None:
+    """Those that share sequences evaluate the same micro-batches."""
+    layout = SHARED | {"eval_interval": 3, "eval_iters": 1}
+    reference = jobs.reference(tiny(**layout), workers=WORKERS)
+    job = like_stock(jobs, "kill:1@4", layout=layout)
+    assert evaluations(job) == pytest.approx(evaluations(reference), rel=FP32.loss) and evaluations(job)
+
+
+@pytest.mark.parametrize("layout", [{}, OPTIMIZER], ids=["plain", "optimizer"])
+def test_a_checkpoint_of_a_smaller_degree(jobs: Jobs, tmp_path: Path, layout: dict[str, Any]) -> None:
+    """Stock Megatron goes on from it under the job's own degree."""
+    saved = SHARED | layout | ({"dist_ckpt_optim_fully_reshardable": True} if layout else {})
+    stock = losses_of(forked_stock_steps(jobs, WORKERS, **SHARED | layout))
+    saving = {"save": tmp_path / "saved", "save_interval": 6, "exit_interval": 6}
+    job = jobs.run(tiny(**saved | saving, resihp_inject="kill:3@3"), workers=WORKERS)
+    assert job.code == 0 and degrees(job) == [(2, 4), (1, 3)], job.tails()
+    losses = stock_losses(FUSED if layout else PRETRAIN, WORKERS, **saved | {"load": tmp_path / "saved"})
+    assert losses == pytest.approx(as_stock_says({number: stock[number] for number in (7, 8, 9)}), rel=FP32.loss)
+
+
+@pytest.mark.parametrize("layout", [{}, TENSOR, OPTIMIZER], ids=["plain", "tensor", "optimizer"])
+def test_what_survivors_saved_is_gone_on_from(jobs: Jobs, layout: dict[str, Any]) -> None:
+    """They are too few for the user, and save what they have; the job goes on from that under its own degree."""
+    stock = losses_of(forked_stock_steps(jobs, WORKERS, **SHARED | layout))
+    script = FUSED if "use_distributed_optimizer" in layout else PRETRAIN
+    model = tiny(**SHARED | layout)
+    lost = jobs.run([*model, "--resihp-inject", "kill:3@4"], workers=WORKERS, min_workers=WORKERS, script=script)
+    assert lost.code == exit_codes.NO_PLAN, lost.tails()
+    if script == FUSED:
+        made = emergency(lost.run_dir)
+        assert made.returncode == 0, made.stdout + made.stderr
+    found = newest_state(lost.run_dir)
+    assert found is not None and found[1] == 3
+    again = jobs.run([*model, *flags(found[0])], workers=WORKERS, script=script)
+    assert again.code == 0, again.tails()
+    assert again.summary.loss == pytest.approx({n: stock[n] for n in range(4, 10)}, rel=FP32.loss)
+
+
+def test_plans_that_cannot_be_run_are_refused(jobs: Jobs, tmp_path: Path) -> None:
+    unlike = ParallelPlan((Replica(((0, 1),), (0, 1, 2, 3, 4, 5)),), {2: Coordinate(0, 0), 3: None})
+    three = ParallelPlan(tuple(Replica(((worker,),), tuple(range(6))) for worker in range(3)), {3: None}, (), False, 3)
+    job = like_stock(jobs, layout=SHARED, resihp_plan=ask_at(tmp_path, (unlike, 2), (three, 5)))
+    assert degrees(job) == [(2, 4)]
+    first, second = (event["reason"] for event in job.events("change_refused"))
+    assert "a job with context parallelism runs uniform plans only" in first
+    assert "sequences can be shared by 2 replicas at most, not 3" in second
