@@ -13,15 +13,10 @@ from collections.abc import Callable
 from megatron_resihp import cpu
 from megatron_resihp.config import ResihpConfig
 from megatron_resihp.control.node.bootstrap import leave_to_agent
-from megatron_resihp.control.transport.address import parse_address
-from megatron_resihp.control.transport.secret import own_secret
-from megatron_resihp.control.transport.store_client import open_connection
 from megatron_resihp.control.worker.identity import Identity, UnlikeError
 from megatron_resihp.integration import releases
 from megatron_resihp.integration.patch import Patch, PatchError, apply_all
 from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
-
-CONNECT_TIMEOUT_S = 300.0
 
 _enabled = False
 
@@ -47,7 +42,6 @@ def enable() -> None:
         fail(problem)
     if reads_yaml(sys.argv):
         fail(YAML)
-    _meet_in_job()
     arguments = "megatron.training.arguments"
     patches = [
         Patch(f"{arguments}:add_megatron_arguments", wrap_add_megatron_arguments, ("parser",), "adds --resihp*"),
@@ -57,16 +51,6 @@ def enable() -> None:
         apply_all(patches)
     except PatchError as error:
         fail(_mismatch(error))
-
-
-def _meet_in_job() -> None:
-    """Groups of a job without --resihp, and of scripts without Megatron, meet where the plugin's do."""
-    if "RESIHP_STORE" not in os.environ:
-        return
-    from megatron_resihp.executor.groups.control_store import meet_in
-
-    address = parse_address(os.environ["RESIHP_STORE"])
-    meet_in(lambda: open_connection(address, own_secret(), CONNECT_TIMEOUT_S))
 
 
 def _device_problem() -> str | None:

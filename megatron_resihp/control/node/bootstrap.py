@@ -2,7 +2,7 @@
 """The first code of every worker: ties its life to the agent's, enables the plugin, runs the script, says how it ended.
 
 `python -m megatron_resihp.control.node.bootstrap SCRIPT ARGS...`, or `-m MODULE ARGS...`, started by the agent. May
-import: the standard library and this package's modules.
+import: the standard library and this package's modules; torch and `executor` once the plugin is enabled.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from megatron_resihp.control.transport.address import parse_address
 from megatron_resihp.control.transport.liveness import ENDED, FAILED, LivenessConnection
 from megatron_resihp.control.transport.secret import own_secret, take_own_secret
 from megatron_resihp.control.transport.store import StoreError
-from megatron_resihp.control.transport.store_client import connect
+from megatron_resihp.control.transport.store_client import connect, open_connection
 from megatron_resihp.control.worker.errors import JobEnded
 from megatron_resihp.protocol.messages import MESSAGES, Message, ScriptEnded, ScriptFailed
 
 REPORT_TIMEOUT_S: Final = 60.0
 """How long to wait for the store: a script may fail before the agent serves it."""
+MEET_S: Final = 300.0
+"""How long to wait for the store where groups meet there."""
 LONGEST_ERROR: Final = 300
 DEVICE_FAILURES: Final = frozenset({46, 214, 220, 226, 999})
 """Codes of CUDA errors that come from a device which fails, not from the program: unavailable, uncorrectable ECC or
@@ -127,10 +129,19 @@ def _run(command: Sequence[str]) -> None:
     import megatron_resihp
 
     megatron_resihp.enable()
+    _meet_in_job()
     if is_module:
         runpy.run_module(script, run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(script, run_name="__main__")
+
+
+def _meet_in_job() -> None:
+    """Groups that torch makes by itself, as in a job without --resihp, meet where the plugin's do."""
+    from megatron_resihp.executor.groups.control_store import meet_in
+
+    address, secret = parse_address(os.environ[environment.STORE]), own_secret()
+    meet_in(lambda: open_connection(address, secret, MEET_S))
 
 
 def _read_exit(problem: SystemExit) -> _End:
