@@ -23,6 +23,7 @@ from typing import IO, Any, Final, NamedTuple
 from launched import is_alive
 from nursery import DUMP_SIGNAL
 
+from megatron_resihp.control.transport.secret import VARIABLE as SECRET
 from megatron_resihp.events.log import FILE_NAME, read_events
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.plan.slices import TIED
@@ -33,6 +34,7 @@ PRETRAIN = REPOSITORY / "scripts" / "pretrain_gpt.py"
 WISHING = Path(__file__).with_name("wishing_gpt.py")
 NURSERY = Path(__file__).with_name("nursery.py")
 WARM_UP_S = 120.0
+NODES_SECRET = "of jobs of several nodes in tests"
 JOB_S = 90.0
 """Longer than any job of these tests takes on two cores that others use too."""
 DUMP_S = 3.0
@@ -283,6 +285,9 @@ class Jobs:
         (run_dir / "wishes").mkdir(parents=True)
         for wish in wishes:
             (run_dir / "wishes" / wish).touch()
+        if "coordinator" in options:
+            # These nodes share no run directory.
+            options["environment"] = {SECRET: NODES_SECRET, **options.get("environment", {})}
         return self.nursery.start(run_dir, arguments, workers=workers, **options)
 
     def run(self, arguments: Sequence[str], *, workers: int, **options: Any) -> Job:

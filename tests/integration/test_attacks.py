@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import Job, Jobs, check_training, tiny
+from jobs import NODES_SECRET, Job, Jobs, check_training, tiny
 
 from megatron_resihp.control import keys
 from megatron_resihp.control.commands.contact import reach
 from megatron_resihp.control.transport.address import Address, parse_address
 from megatron_resihp.control.transport.gate import RefusedSecretError, enter
-from megatron_resihp.control.transport.secret import Secret
+from megatron_resihp.control.transport.secret import VARIABLE, Secret
 from megatron_resihp.control.transport.secure import ANSWER_BYTES, LENGTH
 from megatron_resihp.control.transport.store import StoreError
 from megatron_resihp.control.transport.store_wire import LARGEST, Op, Request, write_request
@@ -36,6 +36,11 @@ MOST_BYTES = 100e6
 WAIT_S = 10.0
 STALE = Secret("an earlier run's secret")
 FORGED = END.write(JobEnd(0, "finished", 1.0), "the coordinator").encode()
+
+
+@pytest.fixture(autouse=True)
+def secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, NODES_SECRET)
 
 
 def started(jobs: Jobs, arguments: list[str]) -> tuple[Job, Job, list[Address]]:

@@ -19,7 +19,7 @@ from megatron_resihp.control.transport.store import Store
 from megatron_resihp.protocol.messages import MESSAGES
 from megatron_resihp.protocol.published import END, JobEnd
 
-LAYOUT: dict[str, Any] = {"train_iters": 30}
+LAYOUT: dict[str, Any] = {"train_iters": 60}
 """Two replicas of one worker each, that train for long enough."""
 
 
