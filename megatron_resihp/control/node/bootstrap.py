@@ -140,8 +140,7 @@ def _meet_in_job() -> None:
     """Groups that torch makes by itself, as in a job without --resihp, meet where the plugin's do."""
     from megatron_resihp.executor.groups.control_store import meet_in
 
-    address, secret = parse_address(os.environ[environment.STORE]), own_secret()
-    meet_in(lambda: open_connection(address, secret, MEET_S))
+    meet_in(lambda: open_connection(parse_address(os.environ[environment.STORE]), own_secret(), MEET_S))
 
 
 def _read_exit(problem: SystemExit) -> _End:
