@@ -215,6 +215,9 @@ class Nursery:
         job = Job(self, run_dir, workers, time.monotonic())
         self._jobs[str(run_dir)] = job
         command = [str(script or self._script), *arguments]
+        if "coordinator" in options:
+            # Some of these nodes share no run directory.
+            options["environment"] = {SECRET: NODES_SECRET, **options.get("environment", {})}
         request = {"run_dir": str(run_dir), "command": command, "workers_per_node": workers, **options}
         self._requests.write(json.dumps(request).encode() + b"\n")
         self._requests.flush()
@@ -285,9 +288,6 @@ class Jobs:
         (run_dir / "wishes").mkdir(parents=True)
         for wish in wishes:
             (run_dir / "wishes" / wish).touch()
-        if "coordinator" in options:
-            # These nodes share no run directory.
-            options["environment"] = {SECRET: NODES_SECRET, **options.get("environment", {})}
         return self.nursery.start(run_dir, arguments, workers=workers, **options)
 
     def run(self, arguments: Sequence[str], *, workers: int, **options: Any) -> Job:
