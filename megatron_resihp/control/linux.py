@@ -142,32 +142,6 @@ def _semaphores_of(pid: int) -> Iterator[int]:
             yield int(line.split()[4])
 
 
-def own_connections_to(port: int) -> Iterator[socket.socket]:
-    """This process's TCP connections to a port of another process, or of its own; each is lent until the next step.
-
-    They are no duplicates: gloo ends the process where it closes a socket that has one.
-    """
-    for number in _socket_numbers(os.getpid()):
-        try:
-            sock = socket.socket(fileno=number)
-        except OSError:  # closed meanwhile
-            continue
-        try:
-            if _port_of_peer(sock) == port:
-                yield sock
-        finally:
-            sock.detach()
-
-
-def _port_of_peer(sock: socket.socket) -> int | None:
-    if sock.family not in (socket.AF_INET, socket.AF_INET6):
-        return None
-    try:
-        return int(sock.getpeername()[1])
-    except OSError:
-        return None
-
-
 def _is_in_group(pid: int, leader: int) -> bool:
     try:
         return os.getpgid(pid) == leader

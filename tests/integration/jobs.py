@@ -23,6 +23,7 @@ from typing import IO, Any, Final, NamedTuple
 from launched import is_alive
 from nursery import DUMP_SIGNAL
 
+from megatron_resihp.control.transport.secret import VARIABLE as SECRET
 from megatron_resihp.events.log import FILE_NAME, read_events
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.plan.slices import TIED
@@ -33,6 +34,7 @@ PRETRAIN = REPOSITORY / "scripts" / "pretrain_gpt.py"
 WISHING = Path(__file__).with_name("wishing_gpt.py")
 NURSERY = Path(__file__).with_name("nursery.py")
 WARM_UP_S = 120.0
+NODES_SECRET = "of jobs of several nodes in tests"
 JOB_S = 90.0
 """Longer than any job of these tests takes on two cores that others use too."""
 DUMP_S = 3.0
@@ -213,6 +215,9 @@ class Nursery:
         job = Job(self, run_dir, workers, time.monotonic())
         self._jobs[str(run_dir)] = job
         command = [str(script or self._script), *arguments]
+        if "coordinator" in options:
+            # Some of these nodes share no run directory.
+            options["environment"] = {SECRET: NODES_SECRET, **options.get("environment", {})}
         request = {"run_dir": str(run_dir), "command": command, "workers_per_node": workers, **options}
         self._requests.write(json.dumps(request).encode() + b"\n")
         self._requests.flush()

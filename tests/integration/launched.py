@@ -27,7 +27,8 @@ from megatron_resihp.control.commands.launch_options import LaunchOptions
 from megatron_resihp.control.coordination import coordinator
 from megatron_resihp.control.node import agent
 from megatron_resihp.control.transport.address import parse_address
-from megatron_resihp.control.transport.store import TcpStore, connect
+from megatron_resihp.control.transport.secret import find_secret
+from megatron_resihp.control.transport.store_client import StoreClient, connect
 from megatron_resihp.events.epochs import EpochStarted
 from megatron_resihp.events.event import Event
 
@@ -152,10 +153,10 @@ class Launched:
         path = self.run_dir / "logs" / f"worker_{worker}.log"
         return path.read_text() if path.exists() else ""
 
-    def store(self) -> TcpStore:
+    def store(self) -> StoreClient:
         """A connection to the store of this job."""
         line = next(line for line in self.log(0).splitlines() if line.startswith("store "))
-        return connect(*parse_address(line.split()[1]), WAIT_S)
+        return connect(parse_address(line.split()[1]), find_secret(self.run_dir), WAIT_S)
 
     def events(self, name: str | None = None) -> list[dict[str, Any]]:
         path = self.run_dir / "events.jsonl"

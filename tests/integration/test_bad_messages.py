@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any process may write into a job's store. What is malformed there is told of, a line each, and changes nothing."""
+"""A job's processes write into its store. What is malformed there is told of, a line each, and changes nothing."""
 
 from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
@@ -18,7 +19,7 @@ from megatron_resihp.control.transport.store import Store
 from megatron_resihp.protocol.messages import MESSAGES
 from megatron_resihp.protocol.published import END, JobEnd
 
-LAYOUT: dict[str, Any] = {"train_iters": 30}
+LAYOUT: dict[str, Any] = {"train_iters": 60}
 """Two replicas of one worker each, that train for long enough."""
 
 
@@ -31,8 +32,9 @@ def test_a_running_job_trains_on_and_recovers(jobs: Jobs) -> None:
     store = reach(job.run_dir)
     for text in to_coordinator:
         store.push(keys.INBOX, text)
+    numbers = count()
     for text in notices:
-        _publish(store, text)
+        _publish(store, numbers, text)
     for text in ends:
         store.set(keys.END, text)
     assert job.code is None, "it is to train while the last of them come"
@@ -44,7 +46,7 @@ def test_a_running_job_trains_on_and_recovers(jobs: Jobs) -> None:
     assert job.output().count("drops a malformed notice") == len(notices), job.tails()
 
 
-def _publish(store: Store, text: str) -> None:
-    numbers = (number for number in count() if not store.check(keys.notice_key(number)))
+def _publish(store: Store, numbers: Iterator[int], text: str) -> None:
+    """Under the first free number, which nobody takes in between."""
     while store.set_once(keys.notice_key(next(numbers)), text) != text:
         pass

@@ -23,7 +23,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_resihp.control.transport.address import parse_address
-from megatron_resihp.control.transport.store import connect
+from megatron_resihp.control.transport.secret import own_secret
+from megatron_resihp.control.transport.store_client import connect
 from megatron_resihp.control.worker.client import WorkerControl
 from megatron_resihp.control.worker.errors import EpochBroken, JobEnded, UnreachableError
 from megatron_resihp.control.worker.heard import NO_EPOCH
@@ -142,7 +143,7 @@ def main() -> None:
     if asked(f"knock_{WORKER}"):
         port = int((RUN_DIR / f"knock_{WORKER}").read_text())
         connection = socket.create_connection(("127.0.0.1", port))  # noqa: F841  # Held open.
-    store = connect(*parse_address(os.environ["RESIHP_STORE"]), 30.0)
+    store = connect(parse_address(os.environ["RESIHP_STORE"]), own_secret(), 30.0)
     news = threading.Event()
     door = Door(own_address_towards(store.address.host)).address
     control = WorkerControl(store, WORKER, news.set, NO_EPOCH if NEWCOMER else 0, door)

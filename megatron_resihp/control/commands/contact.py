@@ -18,7 +18,10 @@ from megatron_resihp.coding import Form, Tolerance, WrongValueError, decode, enc
 from megatron_resihp.control import keys
 from megatron_resihp.control.commands.claim import Owner, claimed
 from megatron_resihp.control.transport.address import Address, parse_address
-from megatron_resihp.control.transport.store import Store, StoreError, connect
+from megatron_resihp.control.transport.gate import RefusedSecretError
+from megatron_resihp.control.transport.secret import UnreadableError, find_secret
+from megatron_resihp.control.transport.store import Store, StoreError
+from megatron_resihp.control.transport.store_client import connect
 from megatron_resihp.protocol.answers import ANSWERS, Answer, Refused
 from megatron_resihp.protocol.messages import MESSAGES, SlowdownRequest, WordOfCommand
 from megatron_resihp.protocol.wire import MalformedError
@@ -75,10 +78,14 @@ def reach(run_dir: Path) -> Store:
     except (OSError, ValueError, WrongValueError) as error:
         raise StoreError(f"no job runs in {run_dir}") from error
     try:
-        store = connect(*contact.store, CONNECT_S)
+        store = connect(contact.store, find_secret(run_dir), CONNECT_S)
         # A job that was killed leaves its file behind, and another may have its port by now.
         if store.get(keys.RUN, CONNECT_S) == contact.token:
             return store
+    except RefusedSecretError as error:
+        raise StoreError(f"no job runs in {run_dir} that this command may speak to: {error}") from error
+    except UnreadableError:
+        raise
     except (StoreError, TimeoutError):
         pass
     why = f"it has ended, is still starting, or can't be reached from here at {contact.store}"

@@ -14,16 +14,16 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from itertools import chain, count
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Final
 
 from megatron_resihp.control import exit_codes
 from megatron_resihp.control.commands import open_files
+from megatron_resihp.control.commands.admission import admitted
 from megatron_resihp.control.commands.claim import ClaimedError, living_owner, touched
 from megatron_resihp.control.commands.contact import FILE_NAME, Contact
 from megatron_resihp.control.commands.launch_options import LaunchError, LaunchOptions, check, options_of
+from megatron_resihp.control.commands.run_directory import make_run_dir, unwritable
 from megatron_resihp.control.coordination.actions import Limits
 from megatron_resihp.control.coordination.requests import Requests
 from megatron_resihp.control.head import returning
@@ -45,8 +45,10 @@ from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.lasting import LastingStore
 from megatron_resihp.control.transport.liveness import LivenessConnection, Watcher
 from megatron_resihp.control.transport.node_liveness import Joining, Meeting, NodeWatcher, join, records_address
+from megatron_resihp.control.transport.secret import Secret, find_secret, published_secret
 from megatron_resihp.control.transport.shipping import Relay, Uplink
-from megatron_resihp.control.transport.store import Store, StoreError, connect, reserve, wait_until_reachable
+from megatron_resihp.control.transport.store import Store, StoreError, reserve, wait_until_reachable
+from megatron_resihp.control.transport.store_client import connect
 from megatron_resihp.control.worker.saved_state import last_save
 from megatron_resihp.events.bus import EventBus
 from megatron_resihp.protocol.notices import ValidationOrder
@@ -111,6 +113,7 @@ class _Seat:
         token: see `contact`.
     """
 
+    secret: Secret
     address: Address
     run_dir: Path
     numbers: Sequence[int]
@@ -129,7 +132,7 @@ def _launch(options: LaunchOptions, spawn: Spawn, make_event_sink: MakeEventSink
         mailbox = stack.enter_context(closing(Mailbox()))
         stack.enter_context(mailbox.signals())
         watcher = stack.enter_context(closing(Watcher(options.heartbeat_timeout_s)))
-        relay = Relay(seat.records)
+        relay = Relay(seat.secret, seat.records)
         reaper = stack.enter_context(closing(OrphanReaper()))
         _announce(options, seat)
         try:
@@ -160,10 +163,12 @@ def _take_seat(options: LaunchOptions, make_event_sink: MakeEventSink, stack: Ex
     address = options.coordinator or Address(LOCAL_HOST, 0)
     try:
         if options.node > 0:
-            run_dir = _make_run_dir(options)
+            run_dir = make_run_dir(options)
             wait_until_reachable(address, options.connect_timeout_s)
+            admitted(address, run_dir, options.connect_timeout_s)
             offered = _offered(options, run_dir, address)
-            return _Seat(address, run_dir, offered or options.size.slots_on(options.node), offered is not None)
+            numbers = offered or options.size.slots_on(options.node)
+            return _Seat(find_secret(run_dir), address, run_dir, numbers, offered is not None)
         listener = stack.enter_context(reserve(*address))
         others = options.size.most_nodes > 1
         liveness = stack.enter_context(reserve(address.host, 0)) if others else None
@@ -174,20 +179,23 @@ def _take_seat(options: LaunchOptions, make_event_sink: MakeEventSink, stack: Ex
         raise LaunchError(
             _taken(options.run_dir, owner) if owner is not None else f"{error}; check --coordinator, and node 0"
         ) from error
-    run_dir = _make_run_dir(options)
+    run_dir = make_run_dir(options)
     address = Address(address.host, listener.getsockname()[1])
     contact = Contact(address)
     try:
         # Before anything is written that a job which runs there would read, or has written.
         stack.enter_context(contact.published(run_dir))
+        own = stack.enter_context(published_secret(run_dir))
         returning.begin(run_dir, options.size)
         (run_dir / RESULT).unlink(missing_ok=True)
     except OSError as error:
-        raise _unwritable(run_dir, error) from error
+        raise unwritable(run_dir, error) from error
     except ClaimedError as error:
         raise LaunchError(_taken(run_dir, error)) from error
-    sink = _make_sink(make_event_sink, run_dir)
-    return _Seat(address, run_dir, options.size.slots_on(0), False, listener, liveness, records, sink, contact.token)
+    except StoreError as error:
+        raise LaunchError(str(error)) from error
+    sink, slots = _make_sink(make_event_sink, run_dir), options.size.slots_on(0)
+    return _Seat(own, address, run_dir, slots, False, listener, liveness, records, sink, contact.token)
 
 
 def _offered(options: LaunchOptions, run_dir: Path, address: Address) -> Sequence[int] | None:
@@ -205,35 +213,13 @@ def _offered(options: LaunchOptions, run_dir: Path, address: Address) -> Sequenc
     except returning.RefusedError as error:
         raise LaunchError(str(error)) from error
     except OSError as error:
-        raise _unwritable(run_dir, error) from error
+        raise unwritable(run_dir, error) from error
 
 
 def _give_back(options: LaunchOptions, seat: _Seat) -> None:
     """A node that can't join after all may try again, with other ids: of these some worker may have been heard of."""
     if seat.offered:
         returning.offer(seat.run_dir, options.node, [number + options.size.slots for number in seat.numbers])
-
-
-def _make_run_dir(options: LaunchOptions) -> Path:
-    run_dir = options.run_dir
-    try:
-        run_dir = run_dir or _unused(options.runs / time.strftime("%Y%m%d-%H%M%S"))
-        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=run_dir / "logs"):
-            return run_dir
-    except OSError as error:
-        raise _unwritable(run_dir or options.runs, error) from error
-
-
-def _unused(path: Path) -> Path:
-    """A new directory of that name, or of one like it."""
-    for candidate in chain([path], (path.with_name(f"{path.name}-{number}") for number in count(2))):
-        try:
-            candidate.mkdir(parents=True)
-            return candidate
-        except FileExistsError:
-            continue
-    raise AssertionError("unreachable")
 
 
 def _taken(run_dir: Path | None, by: object) -> str:
@@ -244,11 +230,7 @@ def _make_sink(make_event_sink: MakeEventSink, run_dir: Path) -> EventSink:
     try:
         return make_event_sink(run_dir)
     except OSError as error:
-        raise _unwritable(run_dir, error) from error
-
-
-def _unwritable(run_dir: Path, error: OSError) -> LaunchError:
-    return LaunchError(f"the run directory {run_dir} cannot be written ({error.strerror}); give another --run-dir")
+        raise unwritable(run_dir, error) from error
 
 
 def _environment(options: LaunchOptions, seat: _Seat) -> JobEnvironment:
@@ -256,6 +238,7 @@ def _environment(options: LaunchOptions, seat: _Seat) -> JobEnvironment:
         node=options.node,
         size=options.size,
         store=seat.address,
+        secret=seat.secret,
         run_dir=seat.run_dir,
         heartbeat_s=options.heartbeat_s,
         stand_in=options.stand_in,
@@ -277,13 +260,13 @@ def _serve(
     nodes = None
     if seat.liveness is not None:
         connect_by = time.monotonic() + options.connect_timeout_s
-        nodes = NodeWatcher(seat.liveness, options.size, options.heartbeat_timeout_s, connect_by)
+        nodes = NodeWatcher(seat.liveness, seat.secret, options.size, options.heartbeat_timeout_s, connect_by)
     headquarters = _open_headquarters(options, seat, mailbox) if seat.listener is not None else None
-    uplink = Uplink()
+    uplink = Uplink(seat.secret)
     relay.start(uplink.deliver if headquarters is None else headquarters.detection.inbox.deliver)
     injector = SlowdownInjector({worker.number: (worker.pid, worker.pidfd) for worker in workers})
     link = Link(
-        lambda: LastingStore(connect(*seat.address, options.connect_timeout_s)),
+        lambda: LastingStore(connect(seat.address, seat.secret, options.connect_timeout_s)),
         lambda store: _introduce(options, seat, store, mailbox, uplink),
         mailbox.end,
         lambda slowness: injector.slow(slowness.speeds),
@@ -315,7 +298,7 @@ def _open_headquarters(options: LaunchOptions, seat: _Seat, mailbox: Mailbox) ->
     detection = Detection(lambda: _make_judge(seat.run_dir, requests.validate), bus)
     replanner = Replanner(seat.run_dir, size, bus, requests.change_plan)
     limits = Limits(options.survivor_timeout_s, min_workers=options.min_workers, drain_s=options.drain_deadline_s)
-    job = Job(size, list(options.command), limits, seat.token, seat.run_dir)
+    job = Job(size, list(options.command), limits, seat.token, seat.secret, seat.run_dir)
     return Headquarters(seat.address, seat.listener, bus, requests, job, meeting, detection, replanner, mailbox.end)
 
 
@@ -336,6 +319,7 @@ def _introduce(
         timeout_s=options.heartbeat_timeout_s,
         period_s=options.heartbeat_s,
         first_worker=seat.numbers[0],
+        secret=seat.secret,
     )
     lost = coordinator_lost("node 0 closed the liveness connection")
     try:
@@ -343,7 +327,7 @@ def _introduce(
     except StoreError:
         _give_back(options, seat)
         raise
-    uplink.connect(*records_address(store))
+    uplink.connect(records_address(store))
     say(f"resihp: node {options.node} has joined the job")
     return liveness
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many files a launcher has open, connections among them, and how many it may have. Imports the standard library.
+"""How many files a launcher has open, connections among them, and how many it may have.
 
 Node 0's serves the store, to which each worker and each agent of the job keeps connections of its own. Counted on jobs
 of 2, 4 and 8 workers, one of which dies and comes back: 46, 62 and 91 at most, that is 31 and 7.5 for each worker.
 Another node of two adds 15, and has 25 itself (`test_nodes`).
+May import: the standard library, `control.job_size` and `control.transport`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import resource
 from typing import Final
 
 from megatron_resihp.control.job_size import JobSize
+from megatron_resihp.control.transport.gate import UNANSWERED
 
 OF_ITS_OWN: Final = 64
 """Files that any launcher has open: libraries, logs, planners' processes, connections in the making."""
@@ -21,12 +23,14 @@ PER_WORKER: Final = 4
 """Connections to the store: 3 by the code, and one in the making where a worker comes back."""
 PER_NODE: Final = 8
 """Liveness connection, stream of measurements and connections to the store: 5 by the code, more while it joins."""
+STRANGERS: Final = 3 * UNANSWERED
+"""Connections to node 0's three ports that have not proved to be of the job."""
 
 
 def needed(size: JobSize, node: int) -> int:
     """How many files the launcher of a node has open at most, rounded up."""
     own = OF_ITS_OWN + PER_OWN_WORKER * size.workers_per_node
-    return own if node > 0 else own + PER_WORKER * size.slots + PER_NODE * size.most_nodes
+    return own if node > 0 else own + PER_WORKER * size.slots + PER_NODE * size.most_nodes + STRANGERS
 
 
 def allow_as_many_as_may_be() -> int:

@@ -31,7 +31,10 @@ from megatron_resihp.control.node.mailbox import Ending
 from megatron_resihp.control.replanning.replanner import Replanner
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.node_liveness import Meeting, publish
-from megatron_resihp.control.transport.store import StoreError, TcpStore, serve
+from megatron_resihp.control.transport.secret import Secret
+from megatron_resihp.control.transport.store import StoreError
+from megatron_resihp.control.transport.store_client import CLONE_TIMEOUT_S, StoreClient, connect
+from megatron_resihp.control.transport.store_server import StoreServer
 from megatron_resihp.events.bus import EventBus
 from megatron_resihp.events.event import stamped
 from megatron_resihp.events.job import RunFinished, Stall
@@ -55,6 +58,7 @@ class Job:
 
     Attributes:
         token: what this run alone has.
+        secret: what its processes alone have.
         run_dir: shared by all nodes.
     """
 
@@ -62,6 +66,7 @@ class Job:
     command: list[str]
     limits: Limits
     token: str
+    secret: Secret
     run_dir: Path
 
 
@@ -99,8 +104,8 @@ class Headquarters:
         self._replanner = replanner
         self._logbook = Logbook(bus)
         self._on_end = on_end
-        self._served: TcpStore | None = None
-        self._connection: TcpStore | None = None
+        self._server: StoreServer | None = None
+        self._connection: StoreClient | None = None
         self._stalls = StallWatch()
         bus.subscribe(lambda event: self._tell_stalls(self._stalls.note(event, time.monotonic())), *FOLLOWED)
         self._closing = threading.Event()
@@ -119,8 +124,8 @@ class Headquarters:
         self.detection.close(timeout_s)
         self._logbook.close()
         self._bus.close()
-        if self._served is not None:
-            self._served.close()
+        if self._server is not None:
+            self._server.close()
 
     def _run(self) -> None:
         try:
@@ -141,7 +146,7 @@ class Headquarters:
             traceback.print_exc()
             self._end(store, _failed(error))
 
-    def _end(self, store: TcpStore, reason: str) -> None:
+    def _end(self, store: StoreClient, reason: str) -> None:
         """In the place of a coordinator that has failed, again while survivors were to write what they hold."""
         code = exit_codes.RETRY
         self._bus.publish(RunFinished(time=time.time(), exit_code=code, reason=reason))
@@ -150,7 +155,7 @@ class Headquarters:
         except StoreError as error:
             self._on_end(Ending(code, f"{reason}; and {error}"))
 
-    def _coordinator(self, store: TcpStore) -> Coordinator:
+    def _coordinator(self, store: StoreClient) -> Coordinator:
         job = self._job
         return Coordinator(
             store, self._bus.publish, job.size, job.command, job.limits,
@@ -159,11 +164,11 @@ class Headquarters:
             write_log=self._logbook.take, ask_down=SlurmQuery(os.environ, job.size.nodes, self._requests.tell_down).ask,
         )  # fmt: skip
 
-    def _open(self) -> TcpStore:
-        self._served = serve(self._address.host, self._address.port, self._listener)
-        self._served.set(keys.RUN, self._job.token)
-        publish(self._served, self._job.size, self._meeting)
-        self._connection = self._served.clone()
+    def _open(self) -> StoreClient:
+        self._server = StoreServer(self._listener, self._job.secret)
+        self._connection = connect(self._address, self._job.secret, CLONE_TIMEOUT_S)
+        self._connection.set(keys.RUN, self._job.token)
+        publish(self._connection, self._job.size, self._meeting)
         return self._connection
 
     def _look_for_stalls(self) -> None:

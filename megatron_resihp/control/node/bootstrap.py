@@ -2,7 +2,7 @@
 """The first code of every worker: ties its life to the agent's, enables the plugin, runs the script, says how it ended.
 
 `python -m megatron_resihp.control.node.bootstrap SCRIPT ARGS...`, or `-m MODULE ARGS...`, started by the agent. May
-import: the standard library and this package's modules; torch only where something is told to the coordinator.
+import: the standard library and this package's modules; torch and `executor` once the plugin is enabled.
 """
 
 from __future__ import annotations
@@ -23,12 +23,18 @@ from typing import Final, NoReturn
 from megatron_resihp.control import exit_codes, keys, linux
 from megatron_resihp.control.node import environment
 from megatron_resihp.control.node.streams import let_no_full_disk_end_this
+from megatron_resihp.control.transport.address import parse_address
 from megatron_resihp.control.transport.liveness import ENDED, FAILED, LivenessConnection
+from megatron_resihp.control.transport.secret import own_secret, take_own_secret
+from megatron_resihp.control.transport.store import StoreError
+from megatron_resihp.control.transport.store_client import connect, open_connection
 from megatron_resihp.control.worker.errors import JobEnded
 from megatron_resihp.protocol.messages import MESSAGES, Message, ScriptEnded, ScriptFailed
 
 REPORT_TIMEOUT_S: Final = 60.0
-"""How long to wait for the store: a script may fail while the agent still imports torch."""
+"""How long to wait for the store: a script may fail before the agent serves it."""
+MEET_S: Final = 300.0
+"""How long to wait for the store where groups meet there."""
 LONGEST_ERROR: Final = 300
 DEVICE_FAILURES: Final = frozenset({46, 214, 220, 226, 999})
 """Codes of CUDA errors that come from a device which fails, not from the program: unavailable, uncorrectable ECC or
@@ -49,6 +55,7 @@ class _End:
 def main(command: Sequence[str]) -> NoReturn:
     """Run the script as Python would, and end the process."""
     let_no_full_disk_end_this()
+    take_own_secret()
     leave_to_agent(signal.SIGUSR1, signal.SIGUSR2)
     liveness = _tie_to_agent()
     try:
@@ -122,10 +129,18 @@ def _run(command: Sequence[str]) -> None:
     import megatron_resihp
 
     megatron_resihp.enable()
+    _meet_in_job()
     if is_module:
         runpy.run_module(script, run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(script, run_name="__main__")
+
+
+def _meet_in_job() -> None:
+    """Groups that torch makes by itself, as in a job without --resihp, meet where the plugin's do."""
+    from megatron_resihp.executor.groups.control_store import meet_in
+
+    meet_in(lambda: open_connection(parse_address(os.environ[environment.STORE]), own_secret(), MEET_S))
 
 
 def _read_exit(problem: SystemExit) -> _End:
@@ -169,11 +184,8 @@ def _worker() -> int:
 
 def _tell(message: Message) -> None:
     """Tell the coordinator before peers can notice that this process ends; where that fails, the agent will."""
-    from megatron_resihp.control.transport.address import parse_address
-    from megatron_resihp.control.transport.store import StoreError, connect
-
     try:
-        store = connect(*parse_address(os.environ[environment.STORE]), REPORT_TIMEOUT_S)
+        store = connect(parse_address(os.environ[environment.STORE]), own_secret(), REPORT_TIMEOUT_S)
         store.push(keys.INBOX, MESSAGES.write(message, f"worker {_worker()}"))
     except StoreError as error:
         print(f"resihp: the coordinator could not be told: {error}", file=sys.stderr)

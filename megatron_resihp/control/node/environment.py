@@ -12,6 +12,8 @@ from typing import Final
 
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.transport.address import Address
+from megatron_resihp.control.transport.secret import VARIABLE as SECRET
+from megatron_resihp.control.transport.secret import Secret
 from megatron_resihp.plan.slots import slot_of
 
 WORKER: Final = "RESIHP_WORKER"
@@ -108,6 +110,7 @@ class JobEnvironment:
     node: int
     size: JobSize
     store: Address
+    secret: Secret
     run_dir: Path
     heartbeat_s: float
     stand_in: bool
@@ -137,12 +140,13 @@ class JobEnvironment:
             "GROUP_RANK": str(self.node),
             "MASTER_ADDR": self.store.host,
             "MASTER_PORT": str(self.store.port),
-            # torch's own rendezvous meets in the store that is served there, as under torchrun.
+            # Torch's own rendezvous must serve nothing there (`executor.groups.control_store`).
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             WORKER: str(worker),
             SLOTS: str(size.slots),
             NODE: str(self.node),
             STORE: str(self.store),
+            SECRET: self.secret.text,
             RUN_DIR: str(self.run_dir.resolve()),
             LIVENESS_FD: str(liveness),
             RECORDS_FD: str(records),

@@ -12,11 +12,14 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from megatron_resihp.control import keys
 from megatron_resihp.control.transport.address import Address
-from megatron_resihp.control.transport.store import StoreError, TcpStore, connect
+from megatron_resihp.control.transport.gate import RefusedSecretError
+from megatron_resihp.control.transport.secret import Secret
+from megatron_resihp.control.transport.store import StoreError
+from megatron_resihp.control.transport.store_client import StoreClient, connect
 
 REOPEN_S: Final = 30.0
 """How long a network may be without a way to the store."""
@@ -31,11 +34,11 @@ ATTEMPTS: Final = 3
 class _Reopened:
     """The way to one run's store, opened anew after each loss. `store`: the connection in use."""
 
-    def __init__(self, store: TcpStore, run: str) -> None:
+    def __init__(self, store: StoreClient, run: str) -> None:
         self.store = store
         self._run = run
 
-    def again[T](self, call: Callable[[TcpStore], T]) -> T:
+    def again[T](self, call: Callable[[StoreClient], T]) -> T:
         """Make the call, and again on a new connection where one is lost."""
         for _ in range(ATTEMPTS - 1):
             try:
@@ -46,14 +49,14 @@ class _Reopened:
                 self.store = self._reopened(loss)
         return call(self.store)
 
-    def _reopened(self, loss: StoreError) -> TcpStore:
+    def _reopened(self, loss: StoreError) -> StoreClient:
         store = self._connected_again(loss)
         if store.get(keys.RUN, READ_S) != self._run:
             raise StoreError(f"{loss}; another job has the port by now") from loss
         print(f"resihp: {loss}; it is open again", file=sys.stderr, flush=True)
         return store
 
-    def _connected_again(self, loss: StoreError) -> TcpStore:
+    def _connected_again(self, loss: StoreError) -> StoreClient:
         deadline = time.monotonic() + REOPEN_S
         while True:
             if _refuses(self.store.address):
@@ -62,7 +65,9 @@ class _Reopened:
                     raise loss
             try:
                 # Short, since what is left of a killed launcher may hold the port for a moment and answer nothing.
-                return connect(*self.store.address, ATTEMPT_S)
+                return connect(self.store.address, self.store.secret, ATTEMPT_S)
+            except RefusedSecretError:
+                raise StoreError(f"{loss}; another job has the port by now") from loss
             except StoreError:
                 if time.monotonic() > deadline:
                     raise loss from None
@@ -82,7 +87,7 @@ class LastingStore:
         run: which run's store it is.
     """
 
-    def __init__(self, store: TcpStore, run: str | None = None) -> None:
+    def __init__(self, store: StoreClient, run: str | None = None) -> None:
         self.run = store.get(keys.RUN, READ_S) if run is None else run
         self._way = _Reopened(store, self.run)
 
@@ -91,9 +96,8 @@ class LastingStore:
         return self._way.store.address
 
     @property
-    def torch_store(self) -> Any:
-        """See TcpStore: it does not last."""
-        return self._way.store.torch_store
+    def secret(self) -> Secret:
+        return self._way.store.secret
 
     def set(self, key: str, value: str) -> None:
         self._way.again(lambda store: store.set(key, value))

@@ -11,7 +11,7 @@ import select
 import selectors
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
@@ -34,13 +34,23 @@ class LivenessConnection:
         sock: connected to the watcher; belongs to this object from now on.
         period_s: time between two beats; the first goes out at once.
         on_lost: called in the liveness connection's thread when the other end died, or gave this one up.
+        seal: makes what is sent of a beat.
     """
 
-    def __init__(self, sock: socket.socket, period_s: float, on_lost: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        period_s: float,
+        on_lost: Callable[[], None],
+        seal: Callable[[bytes], bytes] = bytes,
+    ) -> None:
         self._socket = sock
         self._socket.setblocking(False)
         self._period_s = period_s
         self._on_lost = on_lost
+        self._seal = seal
+        self._unsent = b""
+        self._sending = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._beat, name="resihp-liveness", daemon=True)
         self._thread.start()
@@ -77,11 +87,15 @@ class LivenessConnection:
             return True
 
     def _send(self, signal: bytes) -> None:
-        try:
-            self._socket.send(signal)
-        except OSError:
-            # Full: the watcher is stopped, and will find beats enough. Broken: reading will show it.
-            pass
+        with self._sending:
+            # A watcher that is stopped will find beats enough.
+            if signal != BEAT or not self._unsent:
+                self._unsent += self._seal(signal)
+            try:
+                self._unsent = self._unsent[self._socket.send(self._unsent) :]
+            except OSError:
+                # Full: the rest comes later. Broken: reading will show it.
+                pass
 
 
 class Heartbeats:
@@ -136,12 +150,21 @@ class Finding:
     silence_s: float = 0.0
 
 
+Feed = Callable[[bytes], Iterator[bytes]]
+
+
+def plain(data: bytes) -> Iterator[bytes]:
+    """What a peer has sent that nobody else can reach, as it is."""
+    yield data
+
+
 class Watcher:
     """The watching end of many liveness connections, for a loop that selects on `fileno` and calls `look`."""
 
     def __init__(self, timeout_s: float) -> None:
         self._beats = Heartbeats(timeout_s)
         self._sockets: dict[int, socket.socket] = {}
+        self._feeds: dict[int, Feed] = {}
         self._selector = selectors.DefaultSelector()
 
     @property
@@ -152,9 +175,11 @@ class Watcher:
     def fileno(self) -> int:
         return self._selector.fileno()
 
-    def add(self, name: int, sock: socket.socket) -> None:
+    def add(self, name: int, sock: socket.socket, feed: Feed = plain) -> None:
+        """Watch a peer. `feed`: makes beats of what it has sent; ValueError where that is none of its."""
         sock.setblocking(False)
         self._sockets[name] = sock
+        self._feeds[name] = feed
         self._selector.register(sock, selectors.EVENT_READ, name)
 
     def look(self, now: float) -> list[Finding]:
@@ -168,6 +193,7 @@ class Watcher:
         sock = self._sockets.pop(name, None)
         if sock is None:
             return
+        del self._feeds[name]
         self._beats.forget(name)
         self._selector.unregister(sock)
         try:
@@ -189,8 +215,13 @@ class Watcher:
             return []
         except OSError:
             data = b""
+        try:
+            beats = b"".join(self._feeds[name](data))
+        except ValueError:
+            data = b""
         if not data:
             self.cut(name)
             return [Finding(Kind.LOST, name)]
-        self._beats.beat(name, now)
-        return [Finding(kind, name) for word, kind in LAST_WORDS.items() if word in data]
+        if beats:
+            self._beats.beat(name, now)
+        return [Finding(kind, name) for word, kind in LAST_WORDS.items() if word in beats]

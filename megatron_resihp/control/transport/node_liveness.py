@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import selectors
 import socket
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -17,13 +16,15 @@ from megatron_resihp.control import keys
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.transport.absence import Absence
 from megatron_resihp.control.transport.address import Address, parse_address
+from megatron_resihp.control.transport.gate import Gate, enter
 from megatron_resihp.control.transport.liveness import Kind, LivenessConnection, Watcher
+from megatron_resihp.control.transport.secret import Secret
+from megatron_resihp.control.transport.secure import Session
 from megatron_resihp.control.transport.store import Store, StoreError
 
-HELLO: Final = struct.Struct(">4sI")
-"""A mark against strangers that knock at the port, and the node's rank."""
-MARK: Final = b"rshp"
-
+PURPOSE: Final = "liveness"
+LARGEST: Final = 64
+"""Bytes of a message: beats are one."""
 SIZE_KEY: Final = "launch/size"
 """The job's size as node 0 was told; the others check theirs against it."""
 ANSWER_S: Final = 30.0
@@ -46,18 +47,18 @@ class NodeWatcher:
         connect_by: when, in the time that `look` is given, the nodes that begin the job must have connected.
     """
 
-    def __init__(self, listener: socket.socket, size: JobSize, timeout_s: float, connect_by: float) -> None:
-        self._listener = listener
-        self._listener.setblocking(False)
-        self._listener.listen(size.most_nodes)
+    def __init__(
+        self, listener: socket.socket, secret: Secret, size: JobSize, timeout_s: float, connect_by: float
+    ) -> None:
+        self._gate = Gate(listener, secret, PURPOSE, LARGEST)
         self._others = range(1, size.most_nodes)
         self._awaited = set(range(1, size.nodes))
         self._connect_by = connect_by
         self._absence = Absence(timeout_s / 2)
         self._watcher = Watcher(timeout_s)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._watcher, selectors.EVENT_READ, lambda: None)
+        self._selector.register(self._gate, selectors.EVENT_READ)
+        self._selector.register(self._watcher, selectors.EVENT_READ)
 
     @property
     def connected(self) -> set[int]:
@@ -68,8 +69,8 @@ class NodeWatcher:
 
     def look(self, now: float) -> list[NodeLoss]:
         """Nodes that are gone, or did not come in time; each is told once."""
-        for key, _ in self._selector.select(0):
-            key.data()
+        for sock, session in self._gate.look(now):
+            self._let_in(sock, session)
         losses = []
         for finding in self._watcher.look(now):
             if finding.kind is Kind.SILENT:
@@ -87,28 +88,14 @@ class NodeWatcher:
     def close(self) -> None:
         self._watcher.close()
         self._selector.close()
-        self._listener.close()
+        self._gate.close()
 
-    def _accept(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError:
-            return
-        sock.setblocking(False)
-        self._selector.register(sock, selectors.EVENT_READ, lambda: self._greet(sock))
-
-    def _greet(self, sock: socket.socket) -> None:
-        self._selector.unregister(sock)
-        try:
-            mark, node = HELLO.unpack(sock.recv(HELLO.size))
-        except (OSError, struct.error):
+    def _let_in(self, sock: socket.socket, session: Session) -> None:
+        if session.who not in self._others or session.who in self._watcher.names:
             sock.close()
             return
-        if mark != MARK or node not in self._others or node in self._watcher.names:
-            sock.close()
-            return
-        self._awaited.discard(node)
-        self._watcher.add(node, sock)
+        self._awaited.discard(session.who)
+        self._watcher.add(session.who, sock, session.feed)
 
 
 @dataclass(frozen=True)
@@ -147,6 +134,7 @@ class Joining:
     timeout_s: float
     period_s: float
     first_worker: int
+    secret: Secret
 
 
 def join(store: Store, joining: Joining, on_lost: Callable[[], None]) -> LivenessConnection:
@@ -158,7 +146,8 @@ def join(store: Store, joining: Joining, on_lost: Callable[[], None]) -> Livenes
         raise StoreError(joined_already(joining.node))
     address = parse_address(store.get(keys.LIVENESS_ADDRESS, ANSWER_S))
     try:
-        return LivenessConnection(_connect(address, joining), joining.period_s, on_lost)
+        sock, session = _connect(address, joining)
+        return LivenessConnection(sock, joining.period_s, on_lost, session.seal)
     except OSError as error:
         raise StoreError(f"no liveness connection to node 0 at {address} ({error.strerror or error})") from error
 
@@ -176,10 +165,8 @@ def joined_already(node: int) -> str:
     )
 
 
-def _connect(address: Address, joining: Joining) -> socket.socket:
-    sock = socket.create_connection(address, timeout=joining.timeout_s)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+def _connect(address: Address, joining: Joining) -> tuple[socket.socket, Session]:
+    sock, session = enter(address, joining.secret, PURPOSE, LARGEST, joining.timeout_s, joining.node)
     # Without it, beats to a machine that is gone are resent for a quarter of an hour.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(joining.timeout_s * 1000))
-    sock.sendall(HELLO.pack(MARK, joining.node))
-    return sock
+    return sock, session

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads texts from the store, in which any process may write, and says which of them are dropped.
+"""Reads texts from the store, in which any process of the job may write, and says which of them are dropped.
 
 May import `protocol`.
 """

@@ -14,8 +14,15 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Final
+
+from megatron_resihp.control.transport.address import Address
+from megatron_resihp.control.transport.gate import Gate, enter
+from megatron_resihp.control.transport.secret import Secret
+from megatron_resihp.control.transport.secure import Session
+from megatron_resihp.control.transport.store import StoreError
 
 LENGTH: Final = struct.Struct(">I")
 LARGEST: Final = 64 * 1024 * 1024
@@ -23,6 +30,7 @@ LARGEST: Final = 64 * 1024 * 1024
 READ_BYTES: Final = 1 << 18
 WAITING: Final = 32
 """Messages that a worker keeps while its agent does not take them."""
+PURPOSE: Final = "records"
 SLICE_S: Final = 0.2
 CONNECT_S: Final = 10.0
 
@@ -102,19 +110,19 @@ class Relay:
     """An agent's end: hands on what its workers send, and on node 0 what other nodes' relays do.
 
     Args:
+        secret: of the job.
         listener: where relays of other nodes connect; bound.
     """
 
-    def __init__(self, listener: socket.socket | None = None) -> None:
+    def __init__(self, secret: Secret, listener: socket.socket | None = None) -> None:
         self._deliver: Callable[[bytes], bool] = _refuse
         self._selector = selectors.DefaultSelector()
         self._added: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="resihp-relay", daemon=True)
-        if listener is not None:
-            listener.setblocking(False)
-            listener.listen()
-            self._selector.register(listener, selectors.EVENT_READ, None)
+        self._gate = None if listener is None else Gate(listener, secret, PURPOSE, LARGEST)
+        if self._gate is not None:
+            self._selector.register(self._gate, selectors.EVENT_READ)
 
     def add(self, sock: socket.socket) -> None:
         """A stream to read, soon; belongs to this object from now on. From any thread."""
@@ -140,8 +148,9 @@ class Relay:
         with self._selector:
             while True:
                 while not self._added.empty():
-                    self._selector.register(self._added.get(), selectors.EVENT_READ, Frames())
+                    self._selector.register(self._added.get(), selectors.EVENT_READ, Frames().feed)
                 ready = self._selector.select(SLICE_S)
+                self._let_in()
                 if not ready and self._closing.is_set():
                     break
                 if not all(self._look(key) for key, _ in ready):
@@ -152,13 +161,11 @@ class Relay:
     def _look(self, key: selectors.SelectorKey) -> bool:
         """Whether to go on."""
         sock = key.fileobj
-        assert isinstance(sock, socket.socket)
-        if key.data is None:
-            self._accept(sock)
+        if not isinstance(sock, socket.socket):
             return True
         try:
             data = sock.recv(READ_BYTES)
-            messages = list(key.data.feed(data))
+            messages = list(key.data(data))
         except BlockingIOError:
             return True
         except (OSError, ValueError):
@@ -168,12 +175,10 @@ class Relay:
             sock.close()
         return all(self._deliver(message) for message in messages)
 
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            sock, _ = listener.accept()
-        except OSError:
-            return
-        self.add(sock)
+    def _let_in(self) -> None:
+        """Also when nothing comes: who does not answer has to go."""
+        for sock, session in [] if self._gate is None else self._gate.look(time.monotonic()):
+            self._selector.register(sock, selectors.EVENT_READ, session.feed)
 
 
 class Inbox:
@@ -208,29 +213,31 @@ class Inbox:
 class Uplink:
     """Another node's way to the coordinator: connects when the address is known; one failure ends it for good."""
 
-    def __init__(self) -> None:
-        self._address: queue.SimpleQueue[tuple[str, int] | None] = queue.SimpleQueue()
+    def __init__(self, secret: Secret) -> None:
+        self._secret = secret
+        self._address: queue.SimpleQueue[Address | None] = queue.SimpleQueue()
         self._socket: socket.socket | None = None
+        self._session: Session | None = None
         self._closed = False
 
-    def connect(self, host: str, port: int) -> None:
+    def connect(self, address: Address) -> None:
         """Where node 0's relay listens; told once."""
-        self._address.put((host, port))
+        self._address.put(address)
 
     def deliver(self, message: bytes) -> bool:
         """Send a message, waiting as long as the coordinator takes; False once that has failed."""
         if self._closed:
             return False
         try:
-            if self._socket is None:
+            if self._socket is None or self._session is None:
                 address = self._address.get()
                 if address is None:
                     return False
-                self._socket = socket.create_connection(address, timeout=CONNECT_S)
+                self._socket, self._session = enter(address, self._secret, PURPOSE, 0, CONNECT_S)
                 self._socket.settimeout(None)
-            self._socket.sendall(LENGTH.pack(len(message)) + message)
+            self._socket.sendall(self._session.seal(message))
             return True
-        except OSError:
+        except (OSError, StoreError):
             self._closed = True
             return False
 

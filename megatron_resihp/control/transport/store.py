@@ -1,32 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key-value store that all processes of a job share: what it promises, and TCPStore's way of keeping it.
+"""The key-value store that all processes of a job share: what it promises, and the port that it is served at.
 
-May import: the standard library, `control.transport.address` and `control.linux`; torch only inside functions, because
-importing it costs seconds.
+May import: the standard library and `control.transport.address`.
 """
 
 from __future__ import annotations
 
 import errno
-import os
 import socket
 import time
-from contextlib import suppress
-from datetime import timedelta
-from typing import Any, Final, Protocol, Self
+from typing import Final, Protocol, Self
 
-from megatron_resihp.control import linux
 from megatron_resihp.control.transport.address import Address
 
-PREFIX: Final = "resihp/"
-MAX_VALUE_BYTES: Final = 8 * 1024 * 1024
-"""TCPStore's server drops the connection of a client that sends more."""
-
-CLONE_TIMEOUT_S: Final = 10.0
-TORCH_TIMEOUT: Final = timedelta(seconds=300)
 PROBE_PERIOD_S: Final = 0.05
-EMPTY_PAUSE_S: Final = 0.01
-LONGEST_WAIT_S: Final = 24 * 3600.0
 SILENT_S: Final = 20
 """Seconds; well below the time in which workers have to report after a death, so that a cut-off worker still can."""
 
@@ -87,151 +74,6 @@ class Store(Protocol):
         """Let go of the connection; its server ends it for all."""
 
 
-class _Connection:
-    """One connection to a TCPStore; what fails for want of the server raises StoreError."""
-
-    def __init__(self, raw: Any, address: Address) -> None:
-        self._raw = raw
-        self._address = address
-
-    @property
-    def raw(self) -> Any:
-        """The c10d store. Raises StoreError once the connection is closed."""
-        if self._raw is None:
-            raise StoreError(f"this connection to the store at {self._address} is closed")
-        return self._raw
-
-    @property
-    def closed(self) -> bool:
-        return self._raw is None
-
-    def close(self) -> None:
-        self._raw = None
-
-    def call(self, operation: str, *arguments: Any) -> Any:
-        """Call a method of the c10d store by name."""
-        from torch.distributed import DistNetworkError
-
-        try:
-            return getattr(self.raw, operation)(*arguments)
-        except DistNetworkError as error:
-            raise self.lost(error) from error
-
-    def write(self, operation: str, key: str, value: str) -> None:
-        """Call a method that writes, and return once other connections see the value."""
-        self.call(operation, PREFIX + key, value)
-        # TCPStore does not answer a write: without this, one to a dead server is taken for done, and one that was done
-        # may be overtaken by a later one of another connection.
-        self.call("check", [PREFIX])
-
-    def call_for_bytes(self, operation: str, *arguments: Any) -> bytes:
-        found: bytes = self.call(operation, *arguments)
-        return found
-
-    def lost(self, error: Exception) -> StoreError:
-        """What to raise where the server is gone."""
-        return StoreError(f"the connection to the store at {self._address} is lost ({_first_line(error)})")
-
-
-class TcpStore:
-    """The `Store` over torch's TCPStore: no server of our own, and the same one that process groups meet in."""
-
-    def __init__(self, raw: Any, address: Address) -> None:
-        self.address = address
-        self._connection = _Connection(raw, address)
-
-    @property
-    def torch_store(self) -> Any:
-        """The c10d store under this connection, without our prefix, for the rendezvous of process groups.
-
-        It is held by the code that uses it: hand `clone().torch_store` to a process group.
-        """
-        return self._connection.raw
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._connection.closed
-
-    def set(self, key: str, value: str) -> None:
-        _check_size(key, value)
-        self._connection.write("set", key, value)
-
-    def get(self, key: str, timeout_s: float) -> str:
-        if not self.wait(key, timeout_s):
-            raise TimeoutError(f"the store has no {key!r} after {timeout_s:g} s")
-        return self._connection.call_for_bytes("get", PREFIX + key).decode(errors="replace")
-
-    def wait(self, key: str, timeout_s: float) -> bool:
-        from torch.distributed import DistNetworkError, DistStoreError
-
-        if timeout_s <= 0:
-            return self.check(key)
-        try:
-            self._connection.raw.wait([PREFIX + key], timedelta(seconds=min(timeout_s, LONGEST_WAIT_S)))
-        except DistStoreError:
-            return False
-        except DistNetworkError as error:
-            raise self._connection.lost(error) from error
-        return True
-
-    def check(self, key: str) -> bool:
-        found: bool = self._connection.call("check", [PREFIX + key])
-        return found
-
-    def compare_set(self, key: str, expected: str, desired: str) -> str | None:
-        _check_size(key, desired)
-        stored = self._connection.call_for_bytes("compare_set", PREFIX + key, expected, desired).decode()
-        # For a key that does not exist TCPStore gives back what was expected, as if it were there.
-        if expected and stored == expected and not self.check(key):
-            return None
-        return stored
-
-    def set_once(self, key: str, value: str) -> str:
-        if not value:
-            raise ValueError(f"{key!r}: an empty value cannot be told from none")
-        _check_size(key, value)
-        return self._connection.call_for_bytes("compare_set", PREFIX + key, "", value).decode()
-
-    def add(self, key: str, amount: int) -> int:
-        total: int = self._connection.call("add", PREFIX + key, amount)
-        return total
-
-    def push(self, queue: str, value: str) -> None:
-        _check_size(queue, value)
-        self._connection.write("queue_push", queue, value)
-
-    def pop(self, queue: str, timeout_s: float) -> str | None:
-        from torch.distributed import QueueEmptyError
-
-        deadline = time.monotonic() + timeout_s
-        # A queue is a key while it holds something, but another taker may be faster, or the key be no queue's.
-        while self.wait(queue, deadline - time.monotonic()):
-            try:
-                # Who pushes what is no text gets it back as something else that is none.
-                return self._connection.call_for_bytes("queue_pop", PREFIX + queue, False).decode(errors="replace")
-            except QueueEmptyError:
-                if time.monotonic() >= deadline:
-                    break
-                time.sleep(EMPTY_PAUSE_S)
-        return None
-
-    def delete(self, key: str) -> bool:
-        was_there: bool = self._connection.call("delete_key", PREFIX + key)
-        return was_there
-
-    def clone(self) -> TcpStore:
-        return connect(self.address.host, self.address.port, CLONE_TIMEOUT_S)
-
-    def close(self) -> None:
-        self._connection.close()
-
-
-def _check_size(key: str, value: str) -> None:
-    if len(value) > MAX_VALUE_BYTES // 4 and len(value.encode()) > MAX_VALUE_BYTES:
-        raise ValueError(f"{key!r}: the store takes values up to {MAX_VALUE_BYTES} bytes")
-
-
 def reserve(host: str, port: int) -> socket.socket:
     """Take the port that a store will be served on, before anything is started that needs to know it.
 
@@ -252,49 +94,6 @@ def reserve(host: str, port: int) -> socket.socket:
             raise StoreError(f"{host} is no address of this machine; give node 0's own") from error
         raise StoreError(f"cannot serve the store on port {port} ({error.strerror})") from error
     return listener
-
-
-def serve(host: str, port: int = 0, listener: socket.socket | None = None) -> TcpStore:
-    """Serve a store from this process, on a socket from `reserve` or on one of its own, and connect to it.
-
-    Others reach it at `host`, which has to name this machine.
-    """
-    listener = reserve(host, port) if listener is None else listener
-    port = listener.getsockname()[1]
-    raw = _torch_store(
-        host,
-        port,
-        is_master=True,
-        master_listen_fd=listener.detach(),  # The server closes it.
-        wait_for_workers=False,
-    )
-    return TcpStore(raw, Address(host, port))
-
-
-def connect(host: str, port: int, timeout_s: float) -> TcpStore:
-    """Connect to a store, waiting for it to be served; StoreError when it cannot be reached in time."""
-    address = Address(host, port)
-    deadline = time.monotonic() + timeout_s
-    # TCPStore's own retries overrun their limit by seconds and print a stack trace each.
-    wait_until_reachable(address, timeout_s)
-    remaining = timedelta(seconds=max(deadline - time.monotonic(), 1.0))
-    return TcpStore(_torch_store(host, port, timeout=remaining), address)
-
-
-def _torch_store(host: str, port: int, **options: Any) -> Any:
-    # Every wait that runs out, which is nothing to warn of, makes c10d print two warnings. Torch's import reads this.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from torch.distributed import DistError, TCPStore
-
-    try:
-        raw = TCPStore(host, port, use_libuv=True, **options)
-    except DistError as error:
-        raise StoreError(f"no store answers at {Address(host, port)} ({_first_line(error)})") from error
-    raw.set_timeout(TORCH_TIMEOUT)
-    for connection in linux.own_connections_to(raw.port):
-        with suppress(OSError):  # another thread's, which that has closed meanwhile
-            keep_alive(connection)
-    return raw
 
 
 def keep_alive(sock: socket.socket) -> None:
@@ -318,7 +117,3 @@ def wait_until_reachable(address: Address, timeout_s: float) -> None:
             if remaining <= PROBE_PERIOD_S:
                 raise StoreError(f"nothing answers at {address} ({error.strerror or error})") from error
         time.sleep(PROBE_PERIOD_S)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0].rstrip(".")

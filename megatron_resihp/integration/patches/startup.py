@@ -28,8 +28,9 @@ from megatron_resihp.control.node.absences import Seen
 from megatron_resihp.control.node.environment import ABSENCES_FD, SLOTS
 from megatron_resihp.control.transport.address import parse_address
 from megatron_resihp.control.transport.lasting import LastingStore
+from megatron_resihp.control.transport.secret import own_secret
 from megatron_resihp.control.transport.shipping import Outbox
-from megatron_resihp.control.transport.store import connect
+from megatron_resihp.control.transport.store_client import connect, open_connection
 from megatron_resihp.control.worker.client import WorkerControl
 from megatron_resihp.control.worker.heard import NO_EPOCH
 from megatron_resihp.control.worker.identity import Identity, check_in
@@ -38,6 +39,7 @@ from megatron_resihp.cost.arguments import ARGUMENTS
 from megatron_resihp.detector.input.wire import pack
 from megatron_resihp.events.workers import WorkerStarted
 from megatron_resihp.executor.groups.communicators import Communicators
+from megatron_resihp.executor.groups.control_store import ControlStore
 from megatron_resihp.integration.job import Job, job_of, type_between_layers
 from megatron_resihp.integration.loop import nccl_watch
 from megatron_resihp.integration.loop.device_loss import abort_or_die
@@ -63,6 +65,8 @@ from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.messages import JobStarted, ModelBuilt
 
 CONNECT_TIMEOUT_S = 300.0
+REOPEN_S = 30.0
+"""How long a network may be without a way to the store when groups are about to meet there."""
 LAST_RECORDS_S = 1.0
 """How long a worker that has finished waits for its last records to be sent."""
 CONFIG_HOOKS = (
@@ -79,7 +83,7 @@ def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Ca
     Raises:
         UnlikeError: it was started otherwise than the job.
     """
-    store = LastingStore(connect(*parse_address(os.environ["RESIHP_STORE"]), CONNECT_TIMEOUT_S))
+    store = LastingStore(connect(parse_address(os.environ["RESIHP_STORE"]), own_secret(), CONNECT_TIMEOUT_S))
     worker = int(os.environ["RESIHP_WORKER"])
     joining = is_joining()
     for name, value in check_in(store, identify(), joining).items():
@@ -95,8 +99,7 @@ def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Ca
     control = WorkerControl(store, worker, abort, NO_EPOCH if joining else 0, door)
 
     def open_store() -> dist.Store:
-        opened: dist.Store = store.clone().torch_store
-        return opened
+        return ControlStore(open_connection(store.address, store.secret, REOPEN_S))
 
     communicators.append(Communicators(open_store(), worker, control.heard.broken, reopen=open_store))
     nccl_watch.begin(control)

@@ -15,12 +15,15 @@ from megatron_resihp.control.head.headquarters import Headquarters, Job
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.node.mailbox import Ending
 from megatron_resihp.control.transport.address import Address
-from megatron_resihp.control.transport.store import StoreError, connect, reserve
+from megatron_resihp.control.transport.secret import fresh_secret
+from megatron_resihp.control.transport.store import StoreError, reserve
+from megatron_resihp.control.transport.store_client import connect
 from megatron_resihp.events.bus import EventBus
 from megatron_resihp.events.event import Event
 from megatron_resihp.protocol.published import END
 
 HEARD_S = 30.0
+SECRET = fresh_secret()
 
 
 Events = queue.SimpleQueue[Any]
@@ -40,7 +43,7 @@ def headquarters(
     address = Address("127.0.0.1", listener.getsockname()[1])
     bus = EventBus()
     bus.subscribe(events.put, Event)
-    job = Job(JobSize(1, 1), [], SimpleNamespace(), "token", tmp_path)  # type: ignore[arg-type]
+    job = Job(JobSize(1, 1), [], SimpleNamespace(), "token", SECRET, tmp_path)  # type: ignore[arg-type]
     return Headquarters(address, listener, bus, Requests(), job, None, beside, beside, ends.put), address, events, ends
 
 
@@ -49,7 +52,7 @@ def test_a_coordinator_that_fails_leaves_an_end(monkeypatch: pytest.MonkeyPatch,
     event = events.get(timeout=HEARD_S)
     assert (event.name, event.exit_code) == ("run_finished", exit_codes.RETRY)
     assert event.reason == "the coordinator failed: ZeroDivisionError: twice"
-    end = END.read(connect(*address, HEARD_S).get(keys.END, HEARD_S)).body
+    end = END.read(connect(address, SECRET, HEARD_S).get(keys.END, HEARD_S)).body
     assert (end.code, end.reason) == (exit_codes.RETRY, event.reason)
     made.close(Ending(1, event.reason, agreed=True), HEARD_S)
     assert events.empty()

@@ -8,14 +8,21 @@ from pathlib import Path
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.node.environment import JobEnvironment, overruled, warnings_of
 from megatron_resihp.control.transport.address import Address
+from megatron_resihp.control.transport.secret import fresh_secret
 
-STORE = Address("localhost", 1)
+STORE, SECRET = Address("localhost", 1), fresh_secret()
 
 
 def test_a_worker_that_was_not_there_at_the_start_has_a_rank_of_the_first_world() -> None:
     """With that Megatron starts; the worker's id tells it from who has the rank."""
     job = JobEnvironment(
-        node=2, size=JobSize(2, 2, late_nodes=1), store=STORE, run_dir=Path("run"), heartbeat_s=1.0, stand_in=False
+        node=2,
+        size=JobSize(2, 2, late_nodes=1),
+        store=STORE,
+        secret=SECRET,
+        run_dir=Path("run"),
+        heartbeat_s=1.0,
+        stand_in=False,
     )
     for worker, rank, local_rank in ((4, "0", "0"), (5, "1", "1"), (11, "1", "1")):
         found = job.of(worker, 3, 4, {})
@@ -25,7 +32,9 @@ def test_a_worker_that_was_not_there_at_the_start_has_a_rank_of_the_first_world(
 
 def test_what_recovery_needs_of_nccl_is_no_choice_of_the_user() -> None:
     """torch's own defaults end survivors; a user's other settings stay."""
-    job = JobEnvironment(node=0, size=JobSize(1, 2), store=STORE, run_dir=Path("run"), heartbeat_s=1.0, stand_in=False)
+    job = JobEnvironment(
+        node=0, size=JobSize(1, 2), store=STORE, secret=SECRET, run_dir=Path("run"), heartbeat_s=1.0, stand_in=False
+    )
     inherited = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4"}
     found = job.of(1, 3, 4, inherited)
     assert found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"

@@ -12,11 +12,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from served import Served, serving
 
-from megatron_resihp.control import keys, linux
+from megatron_resihp.control import keys
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.lasting import LastingStore
-from megatron_resihp.control.transport.store import SILENT_S, StoreError, TcpStore, connect, serve
+from megatron_resihp.control.transport.secret import Secret
+from megatron_resihp.control.transport.store import SILENT_S, StoreError
+from megatron_resihp.control.transport.store_client import StoreClient, connect
 from megatron_resihp.control.worker.client import WorkerControl
 from megatron_resihp.protocol.messages import MESSAGES, TrainingFinished
 from megatron_resihp.protocol.notices import NOTICES, EpochIsBroken
@@ -28,8 +31,9 @@ HEARD_S = 30.0
 class GoBetween:
     """Passes on what comes to its port, until it cuts all connections; it takes new ones."""
 
-    def __init__(self, target: Address) -> None:
+    def __init__(self, target: Address, secret: Secret) -> None:
         self._target = target
+        self.secret = secret
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = Address("127.0.0.1", self._listener.getsockname()[1])
         self._ends: list[socket.socket] = []
@@ -68,43 +72,35 @@ class GoBetween:
 
 
 @pytest.fixture
-def served() -> Iterator[TcpStore]:
-    store = serve("127.0.0.1")
-    store.set(keys.RUN, "this run")
-    yield store
-    store.close()
+def served() -> Iterator[Served]:
+    with serving() as served:
+        served.connect().set(keys.RUN, "this run")
+        yield served
 
 
 @pytest.fixture
-def between(served: TcpStore) -> Iterator[GoBetween]:
-    between = GoBetween(served.address)
+def direct(served: Served) -> StoreClient:
+    return served.connect()
+
+
+@pytest.fixture
+def between(served: Served) -> Iterator[GoBetween]:
+    between = GoBetween(served.address, served.secret)
     yield between
     between.close()
 
 
 def lasting(between: GoBetween) -> LastingStore:
-    return LastingStore(connect(*between.address, HEARD_S))
+    return LastingStore(connect(between.address, between.secret, HEARD_S))
 
 
-def test_the_kernel_watches_both_ends(served: TcpStore) -> None:
-    client = served.clone()
-    clients = [_watched(end) for end in linux.own_connections_to(client.address.port)]
-    assert clients == [True, True], "that of who serves, and the clone's"
-    servers = [socket.socket(fileno=fd) for fd in _accepted_at(client.address.port)]
-    assert servers
-    for end in servers:
+def test_the_kernel_watches_both_ends(served: Served) -> None:
+    client = served.connect()
+    ends = [socket.socket(fileno=fd) for fd in _connections_at(client.address.port)]
+    assert len(ends) == 2, "its own end, and the server's"
+    for end in ends:
         with end:
             assert _watched(end)
-
-
-def test_a_connection_that_another_thread_has_closed_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent tries whether the store of its own process answers, while that is opened."""
-    gone = socket.socket()
-    gone.close()
-    monkeypatch.setattr(linux, "own_connections_to", lambda port: iter([gone]))
-    store = serve("127.0.0.1")
-    store.set(keys.RUN, "this run")
-    store.close()
 
 
 def _watched(end: socket.socket) -> bool:
@@ -112,20 +108,20 @@ def _watched(end: socket.socket) -> bool:
     return end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1 and within_ms == 1000 * SILENT_S
 
 
-def _accepted_at(port: int) -> list[int]:
-    """Duplicates of what this process has accepted at a port of its own."""
+def _connections_at(port: int) -> list[int]:
+    """Duplicates of this process's ends of connections to a port of its own."""
     found = []
     for number in (int(entry.name) for entry in Path("/proc/self/fd").iterdir()):
         try:
             with socket.socket(fileno=os.dup(number)) as sock:
-                if sock.family == socket.AF_INET and sock.getsockname()[1] == port and sock.getpeername():
+                if sock.family == socket.AF_INET and port in (sock.getsockname()[1], sock.getpeername()[1]):
                     found.append(os.dup(sock.fileno()))
         except OSError:
             continue
     return found
 
 
-def test_calls_outlive_a_lost_connection(between: GoBetween, served: TcpStore) -> None:
+def test_calls_outlive_a_lost_connection(between: GoBetween, direct: StoreClient) -> None:
     store = lasting(between)
     for call in (
         lambda: store.set("key", "value"), lambda: store.get("key", HEARD_S), lambda: store.check("key"),
@@ -134,13 +130,13 @@ def test_calls_outlive_a_lost_connection(between: GoBetween, served: TcpStore) -
         between.cut()
         call()
     between.cut()
-    assert served.get("key", SHORT_S) == "value" and store.pop("queue", HEARD_S) == "item"
+    assert direct.get("key", SHORT_S) == "value" and store.pop("queue", HEARD_S) == "item"
 
 
-def test_who_waits_goes_on_waiting(between: GoBetween, served: TcpStore) -> None:
+def test_who_waits_goes_on_waiting(between: GoBetween, direct: StoreClient) -> None:
     store = lasting(between)
     threading.Timer(SHORT_S, between.cut).start()
-    threading.Timer(4 * SHORT_S, served.clone().set, ["key", "v"]).start()
+    threading.Timer(4 * SHORT_S, direct.clone().set, ["key", "v"]).start()
     assert store.get("key", HEARD_S) == "v"
 
 
@@ -161,20 +157,20 @@ def test_a_store_that_is_gone_stays_so(between: GoBetween) -> None:
     assert time.monotonic() - started < 5.0
 
 
-def test_another_jobs_store_is_none(between: GoBetween, served: TcpStore) -> None:
+def test_another_jobs_store_is_none(between: GoBetween, direct: StoreClient) -> None:
     store = lasting(between)
-    served.set(keys.RUN, "another run")
+    direct.set(keys.RUN, "another run")
     between.cut()
     with pytest.raises(StoreError, match="another job has the port by now"):
         store.check("key")
 
 
-def test_a_worker_hears_and_is_heard_again(between: GoBetween, served: TcpStore) -> None:
+def test_a_worker_hears_and_is_heard_again(between: GoBetween, direct: StoreClient) -> None:
     broken = threading.Event()
     control = WorkerControl(lasting(between), 1, broken.set)
     between.cut()
-    served.set(keys.notice_key(0), NOTICES.write(EpochIsBroken(0, "worker 0: exit signal 9"), "the coordinator"))
+    direct.set(keys.notice_key(0), NOTICES.write(EpochIsBroken(0, "worker 0: exit signal 9"), "the coordinator"))
     assert broken.wait(HEARD_S)
     control.tell(TrainingFinished(1, 3))
-    letter = MESSAGES.read(served.pop(keys.INBOX, HEARD_S) or "")
+    letter = MESSAGES.read(direct.pop(keys.INBOX, HEARD_S) or "")
     assert letter.body == TrainingFinished(1, 3) and letter.id

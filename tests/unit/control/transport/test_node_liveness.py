@@ -7,12 +7,15 @@ import socket
 
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.transport.node_liveness import NodeLoss, NodeWatcher
+from megatron_resihp.control.transport.secret import fresh_secret
 
 
 def test_only_nodes_that_begin_the_job_have_to_connect() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        watcher = NodeWatcher(listener, JobSize(nodes=2, workers_per_node=1, late_nodes=2), 1.0, connect_by=10.0)
+        watcher = NodeWatcher(
+            listener, fresh_secret(), JobSize(nodes=2, workers_per_node=1, late_nodes=2), 1.0, connect_by=10.0
+        )
         assert watcher.look(9.8) == []
         assert watcher.look(10.2) == [NodeLoss(1, "did not connect")]
         watcher.close()
@@ -21,7 +24,7 @@ def test_only_nodes_that_begin_the_job_have_to_connect() -> None:
 def test_nobody_is_late_for_a_watcher_that_was_stopped() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        watcher = NodeWatcher(listener, JobSize(nodes=2, workers_per_node=1), 1.0, connect_by=10.0)
+        watcher = NodeWatcher(listener, fresh_secret(), JobSize(nodes=2, workers_per_node=1), 1.0, connect_by=10.0)
         assert watcher.look(9.8) == []
         assert watcher.look(3609.8) == [], "stopped for an hour"
         assert watcher.look(3610.0) == []

@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_resihp.control.head.detection import Detection
+from megatron_resihp.control.transport.address import Address
+from megatron_resihp.control.transport.secret import fresh_secret
 from megatron_resihp.control.transport.shipping import LARGEST, LENGTH, Frames, Inbox, Outbox, Relay, Uplink
 from megatron_resihp.control.transport.store import reserve
 from megatron_resihp.events.bus import EventBus
@@ -23,6 +25,7 @@ from megatron_resihp.events.event import Event
 from megatron_resihp.events.job import Job
 from megatron_resihp.events.training import Iteration
 
+SECRET = fresh_secret()
 WAIT_S = 10.0
 
 
@@ -68,7 +71,7 @@ def test_what_can_be_no_message_is_refused() -> None:
 
 
 def test_messages_of_all_workers_arrive_in_the_order_in_which_each_sent_them() -> None:
-    relay, sink = Relay(), Sink()
+    relay, sink = Relay(SECRET), Sink()
     outboxes = []
     for _ in range(3):
         kept, given = socket.socketpair()
@@ -85,7 +88,7 @@ def test_messages_of_all_workers_arrive_in_the_order_in_which_each_sent_them() -
 
 
 def test_closing_sends_what_waits() -> None:
-    relay, sink = Relay(), Sink()
+    relay, sink = Relay(SECRET), Sink()
     kept, given = socket.socketpair()
     relay.add(kept)
     outbox = Outbox(given, encode)
@@ -103,7 +106,7 @@ def test_a_worker_whose_agent_does_not_read_drops_and_says_how_many(pair: Any) -
     outbox = Outbox(ours, encode, limit=2)
     for _ in range(50):
         outbox.offer(big)
-    relay, sink = Relay(), Sink()
+    relay, sink = Relay(SECRET), Sink()
     relay.add(theirs)
     relay.start(sink.deliver)
     lost = 0
@@ -125,7 +128,7 @@ def test_a_worker_whose_agent_is_gone_goes_on(pair: Any) -> None:
 def test_a_stream_that_is_no_stream_of_messages_is_left_and_the_others_go_on(pair: Any) -> None:
     ours, theirs = pair
     kept, given = socket.socketpair()
-    relay, sink = Relay(), Sink()
+    relay, sink = Relay(SECRET), Sink()
     relay.add(theirs)
     relay.add(kept)
     relay.start(sink.deliver)
@@ -137,15 +140,15 @@ def test_a_stream_that_is_no_stream_of_messages_is_left_and_the_others_go_on(pai
 
 
 def test_records_of_other_nodes_come_over_tcp() -> None:
-    sink, uplink, far = Sink(), Uplink(), Relay()
+    sink, uplink, far = Sink(), Uplink(SECRET), Relay(SECRET)
     listener = reserve("127.0.0.1", 0)
-    near = Relay(listener)
+    near = Relay(SECRET, listener)
     near.start(sink.deliver)
     kept, given = socket.socketpair()
     far.add(kept)
     far.start(uplink.deliver)
     Outbox(given, encode).offer("far")
-    uplink.connect("127.0.0.1", listener.getsockname()[1])
+    uplink.connect(Address("127.0.0.1", listener.getsockname()[1]))
     assert sink.take(1) == [b"far/0"]
     far.close(WAIT_S)
     uplink.close()
@@ -154,7 +157,7 @@ def test_records_of_other_nodes_come_over_tcp() -> None:
 
 def test_a_lost_coordinator_ends_the_relay_and_not_the_worker(pair: Any) -> None:
     ours, theirs = pair
-    relay, uplink = Relay(), Uplink()
+    relay, uplink = Relay(SECRET), Uplink(SECRET)
     relay.add(theirs)
     relay.start(uplink.deliver)
     outbox = Outbox(ours, encode)

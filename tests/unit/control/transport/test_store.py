@@ -1,41 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the store promises, on a real TCPStore."""
+"""What the store promises, over real connections."""
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
 from collections.abc import Iterator
 
 import pytest
+from served import Served, serving
 
-# As the store does where it is first to import torch.
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-
-from megatron_resihp.control.transport.store import (
-    MAX_VALUE_BYTES,
-    StoreError,
-    TcpStore,
-    connect,
-    reserve,
-    serve,
-    wait_until_reachable,
-)
+from megatron_resihp.control.transport.address import Address
+from megatron_resihp.control.transport.secret import fresh_secret
+from megatron_resihp.control.transport.store import StoreError, reserve, wait_until_reachable
+from megatron_resihp.control.transport.store_client import StoreClient, connect
+from megatron_resihp.control.transport.store_wire import MAX_VALUE_BYTES
 
 SHORT_S = 0.05
 LONG_S = 10.0
 
 
 @pytest.fixture
-def store() -> Iterator[TcpStore]:
-    store = serve("127.0.0.1")
-    yield store
-    store.close()
+def served() -> Iterator[Served]:
+    with serving() as served:
+        yield served
 
 
-def test_values_are_seen_by_other_connections(store: TcpStore) -> None:
+@pytest.fixture
+def store(served: Served) -> StoreClient:
+    return served.connect()
+
+
+def test_values_are_seen_by_other_connections(store: StoreClient) -> None:
     other = store.clone()
     store.set("key", "Größe")
     assert other.get("key", SHORT_S) == "Größe"
@@ -43,7 +40,7 @@ def test_values_are_seen_by_other_connections(store: TcpStore) -> None:
     assert other.delete("key") and not store.check("key") and not store.delete("key")
 
 
-def test_what_does_not_come_in_time(store: TcpStore) -> None:
+def test_what_does_not_come_in_time(store: StoreClient) -> None:
     started = time.monotonic()
     assert not store.wait("key", SHORT_S)
     assert store.pop("queue", SHORT_S) is None
@@ -52,7 +49,7 @@ def test_what_does_not_come_in_time(store: TcpStore) -> None:
     assert time.monotonic() - started < 2.0
 
 
-def test_a_wait_ends_when_the_key_comes(store: TcpStore) -> None:
+def test_a_wait_ends_when_the_key_comes(store: StoreClient) -> None:
     other = store.clone()
     writer = threading.Timer(SHORT_S, lambda: other.set("key", "value"))
     writer.start()
@@ -62,14 +59,14 @@ def test_a_wait_ends_when_the_key_comes(store: TcpStore) -> None:
     writer.join(LONG_S)
 
 
-def test_the_first_writer_wins(store: TcpStore) -> None:
+def test_the_first_writer_wins(store: StoreClient) -> None:
     assert store.set_once("key", "first") == "first"
     assert store.clone().set_once("key", "second") == "first"
     with pytest.raises(ValueError, match="empty"):
         store.set_once("other", "")
 
 
-def test_compare_and_set(store: TcpStore) -> None:
+def test_compare_and_set(store: StoreClient) -> None:
     assert store.compare_set("key", "expected", "new") is None
     assert not store.check("key")
     assert store.compare_set("key", "", "first") == "first"
@@ -77,20 +74,20 @@ def test_compare_and_set(store: TcpStore) -> None:
     assert store.compare_set("key", "first", "second") == "second"
 
 
-def test_a_counter_counts_for_all(store: TcpStore) -> None:
+def test_a_counter_counts_for_all(store: StoreClient) -> None:
     assert [store.add("count", 1), store.clone().add("count", 2), store.add("count", -3)] == [1, 3, 0]
 
 
-def test_a_queue_keeps_the_order(store: TcpStore) -> None:
+def test_a_queue_keeps_the_order(store: StoreClient) -> None:
     for number in range(5):
         store.push("queue", str(number))
     assert [store.pop("queue", 0.0) for _ in range(6)] == ["0", "1", "2", "3", "4", None]
 
 
-def test_each_item_of_a_queue_has_one_taker(store: TcpStore) -> None:
+def test_each_item_of_a_queue_has_one_taker(store: StoreClient) -> None:
     taken: list[str] = []
 
-    def take(connection: TcpStore) -> None:
+    def take(connection: StoreClient) -> None:
         while (item := connection.pop("queue", 0.5)) is not None:
             taken.append(item)
 
@@ -104,7 +101,7 @@ def test_each_item_of_a_queue_has_one_taker(store: TcpStore) -> None:
     assert sorted(map(int, taken)) == list(range(100))
 
 
-def test_values_that_the_server_would_not_take(store: TcpStore) -> None:
+def test_values_that_the_server_would_not_take(store: StoreClient) -> None:
     store.set("key", "x" * MAX_VALUE_BYTES)
     for write in (store.set, store.push, store.set_once):
         with pytest.raises(ValueError, match="takes values up to"):
@@ -112,25 +109,25 @@ def test_values_that_the_server_would_not_take(store: TcpStore) -> None:
     assert len(store.get("key", SHORT_S)) == MAX_VALUE_BYTES
 
 
-def test_a_server_that_is_gone(store: TcpStore) -> None:
+def test_a_server_that_is_gone(served: Served, store: StoreClient) -> None:
     other = store.clone()
-    store.close()
+    served.close()
     for call in (lambda: other.set("key", "value"), lambda: other.push("queue", "value"), lambda: other.check("key")):
         with pytest.raises(StoreError, match=r"127\.0\.0\.1:\d+ is lost") as loss:
             call()
         assert "\n" not in str(loss.value)
 
 
-def test_waiting_ends_with_the_server(store: TcpStore) -> None:
+def test_waiting_ends_with_the_server(served: Served, store: StoreClient) -> None:
     other = store.clone()
-    threading.Timer(SHORT_S, store.close).start()
+    threading.Timer(SHORT_S, served.close).start()
     started = time.monotonic()
     with pytest.raises(StoreError):
         other.wait("key", LONG_S)
     assert time.monotonic() - started < 5.0
 
 
-def test_a_closed_connection_says_so(store: TcpStore) -> None:
+def test_a_closed_connection_says_so(store: StoreClient) -> None:
     other = store.clone()
     other.close()
     with pytest.raises(StoreError, match="is closed"):
@@ -140,18 +137,18 @@ def test_a_closed_connection_says_so(store: TcpStore) -> None:
 def test_a_reserved_port_is_served_later() -> None:
     listener = reserve("127.0.0.1", 0)
     port = listener.getsockname()[1]
-    served: list[TcpStore] = []
-    server = threading.Timer(SHORT_S, lambda: served.append(serve("127.0.0.1", listener=listener)))
+    secret, served = fresh_secret(), list[Served]()
+    server = threading.Timer(SHORT_S, lambda: served.append(Served(listener, secret)))
     server.start()
-    connect("127.0.0.1", port, LONG_S).set("key", "value")
+    connect(Address("127.0.0.1", port), secret, LONG_S).set("key", "value")
     server.join(LONG_S)
-    assert served[0].get("key", SHORT_S) == "value"
+    assert served[0].connect().get("key", SHORT_S) == "value"
     served[0].close()
 
 
-def test_a_port_is_free_again_when_the_store_is_closed(store: TcpStore) -> None:
+def test_a_port_is_free_again_when_the_store_is_closed(served: Served, store: StoreClient) -> None:
     store.clone().set("key", "value")
-    store.close()
+    served.close()
     reserve("127.0.0.1", store.address.port).close()
 
 
@@ -160,16 +157,16 @@ def test_what_cannot_be_served_or_reached_is_one_line() -> None:
         with pytest.raises(StoreError, match=r"cannot serve the store on port \d+ \(Address already in use\)$"):
             reserve("127.0.0.1", taken.getsockname()[1])
         free = taken.getsockname()[1]
-    for attempt in (connect, lambda host, port, s: wait_until_reachable((host, port), s)):  # type: ignore[arg-type]
+    for attempt in (lambda address, s: connect(address, fresh_secret(), s), wait_until_reachable):
         started = time.monotonic()
         with pytest.raises(StoreError, match=r"nothing answers at .*127\.0\.0\.1.* \(Connection refused\)$"):
-            attempt("127.0.0.1", free, 0.2)
+            attempt(Address("127.0.0.1", free), 0.2)
         assert time.monotonic() - started < 1.0
     with pytest.raises(StoreError, match="the host 'no host' is unknown"):
         reserve("no host", 0)
 
 
-def test_taking_from_what_is_no_queue_ends(store: TcpStore) -> None:
+def test_taking_from_what_is_no_queue_ends(store: StoreClient) -> None:
     store.set("queue", "no queue")
     assert store.pop("queue", 0.0) is None
     assert store.pop("queue", SHORT_S) is None

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where connections come in and go out: only those whose other end has the run's secret get through.
+
+May import: the standard library and this package's modules.
+"""
+
+from __future__ import annotations
+
+import errno
+import selectors
+import socket
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Final
+
+from megatron_resihp.control.transport.address import Address
+from megatron_resihp.control.transport.secret import Secret
+from megatron_resihp.control.transport.secure import (
+    ANSWER_BYTES,
+    HELLO_BYTES,
+    PROOF,
+    Answer,
+    Challenge,
+    ForeignError,
+    RefusedError,
+    Session,
+)
+from megatron_resihp.control.transport.store import StoreError
+
+ANSWER_S: Final = 5.0
+"""How long a client may take to answer the challenge."""
+UNANSWERED: Final = 64
+"""Connections of one listener that have not answered yet; of more, the oldest of the busiest host ends."""
+AT_ONCE: Final = 256
+"""How many are accepted before others get their turn."""
+PAUSE_S: Final = 0.1
+"""Without files to open, nothing is accepted for so long."""
+
+
+class RefusedSecretError(StoreError):
+    """A job answers, and it has another secret."""
+
+
+@dataclass
+class _Newcomer:
+    sock: socket.socket
+    host: str
+    challenge: Challenge
+    came_at: float
+    said: bytearray = field(default_factory=bytearray)
+
+
+class Gate:
+    """The server's end, for a loop that selects on `fileno` and calls `look`, also when nothing comes.
+
+    Args:
+        listener: bound; belongs to this object from now on.
+        purpose: of the connections.
+        largest: bytes of a message that comes in.
+    """
+
+    def __init__(self, listener: socket.socket, secret: Secret, purpose: str, largest: int) -> None:
+        self._listener = listener
+        self._secret, self._purpose, self._largest = secret, purpose, largest
+        self._newcomers: dict[int, _Newcomer] = {}
+        self._paused_until: float | None = None
+        listener.setblocking(False)
+        listener.listen(socket.SOMAXCONN)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    @property
+    def unanswered(self) -> int:
+        return len(self._newcomers)
+
+    def fileno(self) -> int:
+        return self._selector.fileno()
+
+    def look(self, now: float) -> list[tuple[socket.socket, Session]]:
+        """Those that got through since the last look; sockets don't block.
+
+        Args:
+            now: of a monotonic clock.
+        """
+        if self._paused_until is not None and now > self._paused_until:
+            self._paused_until = None
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        let_in = []
+        for key, _ in self._selector.select(0):
+            if key.fileobj is self._listener:
+                self._accept(now)
+            elif (newcomer := self._newcomers.get(key.fd)) is not None and (session := self._hear(newcomer)):
+                let_in.append((newcomer.sock, session))
+        for newcomer in [each for each in self._newcomers.values() if now - each.came_at > ANSWER_S]:
+            self._turn_away(newcomer)
+        return let_in
+
+    def close(self) -> None:
+        for newcomer in list(self._newcomers.values()):
+            self._turn_away(newcomer)
+        self._selector.close()
+        self._listener.close()
+
+    def _accept(self, now: float) -> None:
+        for _ in range(AT_ONCE):
+            try:
+                sock, peer = self._listener.accept()
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    self._selector.unregister(self._listener)
+                    self._paused_until = now + PAUSE_S
+                return
+            self._challenge(_Newcomer(sock, peer[0], Challenge(self._secret.key, self._purpose, self._largest), now))
+
+    def _challenge(self, newcomer: _Newcomer) -> None:
+        newcomer.sock.setblocking(False)
+        if len(self._newcomers) >= UNANSWERED:
+            (busiest, _), *_ = Counter(each.host for each in self._newcomers.values()).most_common(1)
+            self._turn_away(next(each for each in self._newcomers.values() if each.host == busiest))
+        self._newcomers[newcomer.sock.fileno()] = newcomer
+        self._selector.register(newcomer.sock, selectors.EVENT_READ)
+        try:
+            newcomer.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            newcomer.sock.send(newcomer.challenge.hello)
+        except OSError:
+            self._turn_away(newcomer)
+
+    def _hear(self, newcomer: _Newcomer) -> Session | None:
+        """The session of a newcomer that has answered."""
+        try:
+            data = newcomer.sock.recv(ANSWER_BYTES - len(newcomer.said))
+        except BlockingIOError:
+            return None
+        except OSError:
+            data = b""
+        newcomer.said += data
+        if data and len(newcomer.said) < ANSWER_BYTES:
+            return None
+        if data:
+            word, session = newcomer.challenge.judge(bytes(newcomer.said))
+            try:
+                newcomer.sock.send(word)
+            except OSError:
+                session = None
+            if session is not None:
+                self._forget(newcomer)
+                return session
+        self._turn_away(newcomer)
+        return None
+
+    def _turn_away(self, newcomer: _Newcomer) -> None:
+        self._forget(newcomer)
+        newcomer.sock.close()
+
+    def _forget(self, newcomer: _Newcomer) -> None:
+        self._selector.unregister(newcomer.sock)
+        del self._newcomers[newcomer.sock.fileno()]
+
+
+def enter(
+    address: Address, secret: Secret, purpose: str, largest: int, timeout_s: float, who: int = 0
+) -> tuple[socket.socket, Session]:
+    """Connect to a gate; the socket blocks, with `timeout_s` for each call.
+
+    Args:
+        largest: bytes of a message that comes in.
+
+    Raises:
+        RefusedSecretError: a job with another secret is there.
+        StoreError: something else is.
+        OSError: nothing is, or it does not answer in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    sock = socket.create_connection(address, timeout=timeout_s)
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        answer = Answer(secret.key, purpose, largest, who)
+        sock.sendall(answer.to(_receive(sock, HELLO_BYTES, deadline)))
+        session = answer.welcomed(_receive(sock, PROOF, deadline))
+        sock.settimeout(timeout_s)
+        return sock, session
+    except BaseException as error:
+        sock.close()
+        if isinstance(error, RefusedError):
+            mend = "give the run directory, or the secret, of the job that runs there"
+            problem = f"the job at {address} is not the one that the secret from {secret.source} is of"
+            raise RefusedSecretError(f"{problem} ({error}); {mend}") from error
+        if isinstance(error, ForeignError):
+            raise StoreError(f"what answers at {address} is not this job ({error})") from error
+        raise
+
+
+def _receive(sock: socket.socket, size: int, deadline: float) -> bytes:
+    received = b""
+    while len(received) < size:
+        sock.settimeout(max(deadline - time.monotonic(), 0.001))
+        data = sock.recv(size - len(received))
+        if not data:
+            raise ConnectionResetError(errno.ECONNRESET, "it ended the connection")
+        received += data
+    return received

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The secret of one run: who has it belongs to the job. It never stands in arguments, logs, events or messages.
+
+Node 0's launcher makes it and leaves it in the run directory, for its owner alone to read. Where nodes share no file
+system, the user gives all of them the same one in the environment. May import: the standard library and
+`control.transport.store`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from megatron_resihp.control.transport.store import StoreError
+
+VARIABLE: Final = "RESIHP_SECRET"
+"""From the user to launchers and commands, and from an agent to its workers."""
+FILE_NAME: Final = "secret"
+BYTES: Final = 32
+SHORTEST: Final = 16
+"""Characters of a secret that a user gives."""
+
+
+class UnreadableError(StoreError):
+    """This process can't have the job's secret."""
+
+
+@dataclass(frozen=True)
+class Secret:
+    """A run's secret.
+
+    Attributes:
+        source: where it comes from, for people.
+    """
+
+    text: str = field(repr=False)
+    source: str = field(default="this process", compare=False)
+
+    @property
+    def key(self) -> bytes:
+        return self.text.encode()
+
+
+def fresh_secret() -> Secret:
+    """A secret that nobody else has."""
+    return Secret(secrets.token_hex(BYTES))
+
+
+@contextmanager
+def published_secret(run_dir: Path) -> Iterator[Secret]:
+    """A new secret, in the run directory for as long as the job runs; the user's, if the environment has one.
+
+    Raises:
+        OSError: the directory can't be written.
+        UnreadableError: the user's is too short.
+    """
+    path = run_dir / FILE_NAME
+    given = _given(os.environ)
+    if given is not None:
+        # An earlier run's would be taken for this one's.
+        path.unlink(missing_ok=True)
+        yield given
+        return
+    made = fresh_secret()
+    _write(path, made.text)
+    try:
+        yield Secret(made.text, str(path))
+    finally:
+        # A job that believed this one to be dead may have the directory by now.
+        with suppress(OSError):
+            if path.read_text().strip() == made.text:
+                path.unlink()
+
+
+def find_secret(run_dir: Path) -> Secret:
+    """The secret of the job that runs in a directory.
+
+    Raises:
+        UnreadableError: there is none, or this process may not read it.
+    """
+    given = _given(os.environ)
+    if given is not None:
+        return given
+    path = run_dir / FILE_NAME
+    try:
+        return Secret(path.read_text().strip(), str(path))
+    except OSError as error:
+        problem = f"the job's secret {path} can't be read ({error.strerror})"
+        raise UnreadableError(f"{problem}; be the job's user, or give it in {VARIABLE}") from error
+
+
+class _Own:
+    """This worker's, once it is out of the environment."""
+
+    secret: Secret | None = None
+
+
+def take_own_secret(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Take this worker's secret out of its environment, which its children and many logs would have."""
+    text = environment.pop(VARIABLE, None)
+    _Own.secret = None if text is None else Secret(text, f"the environment of process {os.getpid()}")
+
+
+def own_secret() -> Secret:
+    """The secret that this worker was started with.
+
+    Raises:
+        UnreadableError: `take_own_secret` has found none.
+    """
+    if _Own.secret is None:
+        raise UnreadableError("this process has no secret of a job; start it with `resihp launch`")
+    return _Own.secret
+
+
+def is_secret_given() -> bool:
+    """Whether the user has given it in the environment."""
+    return bool(os.environ.get(VARIABLE, "").strip())
+
+
+def _given(environment: MutableMapping[str, str]) -> Secret | None:
+    text = environment.get(VARIABLE, "").strip()
+    if not text:
+        return None
+    if len(text) < SHORTEST:
+        raise UnreadableError(f"{VARIABLE} has {len(text)} characters; give {SHORTEST} or more, or leave it out")
+    return Secret(text, f"the environment ({VARIABLE})")
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all, and never readable for others; a file or link that is there is replaced."""
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            os.fchmod(file.fileno(), 0o600)
+            file.write(f"{text}\n")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)

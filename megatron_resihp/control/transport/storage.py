@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the store holds, and who waits for what. Pure: requests and the time go in, replies come out.
+
+May import: the standard library and `control.transport.store_wire`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable
+from itertools import count
+from typing import Final
+
+from megatron_resihp.control.transport.store_wire import Op, Reply, Request, Said
+
+YES: Final = Reply(Said.YES)
+NO: Final = Reply(Said.NO)
+Told = list[tuple[Hashable, Reply]]
+"""Replies, each with who asked."""
+
+
+class Storage:
+    """Values, counters and queues. A queue and a value of the same name have nothing to do with each other."""
+
+    def __init__(self) -> None:
+        self._values: dict[bytes, bytes] = {}
+        self._queues: defaultdict[bytes, deque[bytes]] = defaultdict(deque)
+        self._waiting: dict[Hashable, Request] = {}
+        self._waiters: dict[tuple[bool, bytes], dict[Hashable, None]] = {}
+        self._deadlines: list[tuple[float, int, Hashable, Request]] = []
+        self._numbers = count()
+        self._do: dict[Op, Callable[..., Reply]] = {
+            Op.SET: self._set, Op.CHECK: self._check, Op.COMPARE_SET: self._compare_set, Op.ADD: self._add,
+            Op.PUSH: self._push, Op.DELETE: self._delete, Op.COUNT: self._count,
+        }  # fmt: skip
+
+    def ask(self, asker: Hashable, request: Request, now: float) -> Told:
+        """Do what is asked for. Whoever waits is told later, by `ask` or `expire`, and asks nothing meanwhile."""
+        if request.op in self._do:
+            reply = self._do[request.op](*request.fields)
+            return [(asker, reply), *self._wake(request)]
+        found = self._find(request)
+        if found is not None or request.within_s <= 0.0:
+            return [(asker, found or NO)]
+        self._waiting[asker] = request
+        self._waiters.setdefault(_place(request), {})[asker] = None
+        heapq.heappush(self._deadlines, (now + request.within_s, next(self._numbers), asker, request))
+        return []
+
+    def expire(self, now: float) -> Told:
+        """Who has waited in vain."""
+        told: Told = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, asker, request = heapq.heappop(self._deadlines)
+            if self._waiting.get(asker) is request:
+                self.forget(asker)
+                told.append((asker, NO))
+        return told
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When to call `expire`, at the latest."""
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def waits(self, asker: Hashable) -> bool:
+        return asker in self._waiting
+
+    def forget(self, asker: Hashable) -> None:
+        """Whoever it is waits no more."""
+        request = self._waiting.pop(asker, None)
+        if request is not None:
+            waiters = self._waiters[_place(request)]
+            del waiters[asker]
+            if not waiters:
+                del self._waiters[_place(request)]
+            self._drop_old_deadlines()
+
+    def _drop_old_deadlines(self) -> None:
+        """Waits that ended early leave theirs behind, which may be a day away."""
+        if len(self._deadlines) > 2 * len(self._waiting) + 1000:
+            self._deadlines = [each for each in self._deadlines if self._waiting.get(each[2]) is each[3]]
+            heapq.heapify(self._deadlines)
+
+    def _find(self, request: Request) -> Reply | None:
+        key = request.fields[0]
+        if request.op is Op.POP:
+            queue = self._queues.get(key)
+            if not queue:
+                return None
+            value = queue.popleft()
+            if not queue:
+                del self._queues[key]
+            return Reply(Said.YES, value)
+        if key not in self._values:
+            return None
+        return Reply(Said.YES, self._values[key]) if request.op is Op.GET else YES
+
+    def _wake(self, request: Request) -> Told:
+        if request.op not in (Op.SET, Op.COMPARE_SET, Op.ADD, Op.PUSH):
+            return []
+        told: Told = []
+        for asker in list(self._waiters.get((request.op is Op.PUSH, request.fields[0]), ())):
+            found = self._find(self._waiting[asker])
+            if found is None:
+                break
+            self.forget(asker)
+            told.append((asker, found))
+        return told
+
+    def _set(self, key: bytes, value: bytes) -> Reply:
+        self._values[key] = value
+        return YES
+
+    def _check(self, *keys: bytes) -> Reply:
+        return YES if all(key in self._values for key in keys) else NO
+
+    def _compare_set(self, key: bytes, expected: bytes, desired: bytes) -> Reply:
+        stored = self._values.get(key)
+        if (stored or b"") == expected:
+            self._values[key] = stored = desired
+        return NO if stored is None else Reply(Said.YES, stored)
+
+    def _add(self, key: bytes, amount: bytes) -> Reply:
+        try:
+            total = int(self._values.get(key, b"0")) + int(amount)
+        except ValueError:
+            return Reply(Said.WRONG, b"it holds no number")
+        self._values[key] = str(total).encode()
+        return Reply(Said.YES, self._values[key])
+
+    def _push(self, queue: bytes, value: bytes) -> Reply:
+        self._queues[queue].append(value)
+        return YES
+
+    def _delete(self, key: bytes) -> Reply:
+        return NO if self._values.pop(key, None) is None else YES
+
+    def _count(self) -> Reply:
+        return Reply(Said.YES, str(len(self._values)).encode())
+
+
+def _place(request: Request) -> tuple[bool, bytes]:
+    return request.op is Op.POP, request.fields[0]

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serves the store, in a thread of node 0's launcher. Whoever has not proved to be of the job is not heard.
+
+May import: the standard library and this package's modules.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+import time
+from typing import Final
+
+from megatron_resihp.control.transport.gate import Gate
+from megatron_resihp.control.transport.secret import Secret
+from megatron_resihp.control.transport.secure import ForgedError, Session
+from megatron_resihp.control.transport.storage import Storage, Told
+from megatron_resihp.control.transport.store_wire import (
+    LARGEST,
+    PURPOSE,
+    MalformedRequestError,
+    read_request,
+    write_reply,
+)
+
+READ_BYTES: Final = 1 << 18
+LOOK_S: Final = 1.0
+"""How often the gate is looked at when nothing comes."""
+
+
+class _Client:
+    """A connection, and what it has not taken yet."""
+
+    def __init__(self, sock: socket.socket, session: Session) -> None:
+        self.sock = sock
+        self.session = session
+        self.unsent = b""
+
+
+class StoreServer:
+    """Serves until it is closed.
+
+    Args:
+        listener: bound; belongs to this object from now on.
+    """
+
+    def __init__(self, listener: socket.socket, secret: Secret) -> None:
+        self._gate = Gate(listener, secret, PURPOSE, LARGEST)
+        self._storage = Storage()
+        self._clients: dict[int, _Client] = {}
+        self._closing = False
+        self._waker, self._wakened = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._gate, selectors.EVENT_READ)
+        self._selector.register(self._wakened, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="resihp-store", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End all connections; the port is free then."""
+        self._closing = True
+        self._waker.close()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._turn()
+        finally:
+            for client in list(self._clients.values()):
+                self._drop(client)
+            self._gate.close()
+            self._selector.close()
+            self._wakened.close()
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        deadline = self._storage.next_deadline
+        within_s = LOOK_S if deadline is None else min(max(deadline - now, 0.0), LOOK_S)
+        for key, _ in self._selector.select(within_s):
+            if isinstance(key.data, _Client) and self._clients.get(key.fd) is key.data:
+                self._serve(key.data)
+        now = time.monotonic()
+        for sock, session in self._gate.look(now):
+            client = self._clients[sock.fileno()] = _Client(sock, session)
+            self._selector.register(sock, selectors.EVENT_READ, client)
+        self._tell(self._storage.expire(now))
+
+    def _serve(self, client: _Client) -> None:
+        """Read from a client, or send it the rest of an answer."""
+        if client.unsent:
+            self._send(client, b"")
+            return
+        try:
+            data = client.sock.recv(READ_BYTES)
+            for message in client.session.feed(data):
+                if client.unsent or self._storage.waits(client):
+                    raise MalformedRequestError("a request before the last one was answered")
+                self._tell(self._storage.ask(client, read_request(message), time.monotonic()))
+        except BlockingIOError:
+            return
+        except (OSError, ForgedError, MalformedRequestError):
+            data = b""
+        if not data:
+            self._drop(client)
+
+    def _tell(self, told: Told) -> None:
+        for client, reply in told:
+            assert isinstance(client, _Client)
+            self._send(client, client.session.seal(write_reply(reply)))
+
+    def _send(self, client: _Client, data: bytes) -> None:
+        waited = bool(client.unsent)
+        unsent = memoryview(client.unsent + data)
+        try:
+            sent = client.sock.send(unsent)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            # Reading will show that it is gone.
+            sent = len(unsent)
+        client.unsent = bytes(unsent[sent:])
+        if waited != bool(client.unsent):
+            self._selector.modify(client.sock, selectors.EVENT_WRITE if client.unsent else selectors.EVENT_READ, client)
+
+    def _drop(self, client: _Client) -> None:
+        self._storage.forget(client)
+        self._selector.unregister(client.sock)
+        del self._clients[client.sock.fileno()]
+        client.sock.close()

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the store's client asks its server, and what that answers, as bytes. Pure. May import: the standard library."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final
+
+PURPOSE: Final = "store"
+MAX_VALUE_BYTES: Final = 8 * 1024 * 1024
+MAX_KEY_BYTES: Final = 64 * 1024
+MAX_FIELDS: Final = 4096
+LARGEST: Final = MAX_VALUE_BYTES + 2 * MAX_KEY_BYTES
+"""Bytes of a request or an answer."""
+
+HEAD: Final = struct.Struct(">BdH")
+SIZE: Final = struct.Struct(">I")
+
+
+class Op(IntEnum):
+    """What is asked for, and with which fields. What may take until something comes ends after the request's time."""
+
+    SET = 1
+    """key, value"""
+    GET = 2
+    """key → value, when it comes"""
+    WAIT = 3
+    """key → when it comes"""
+    CHECK = 4
+    """keys → whether all are there"""
+    COMPARE_SET = 5
+    """key, expected, desired → what is stored afterwards"""
+    ADD = 6
+    """key, amount → the sum"""
+    PUSH = 7
+    """queue, value"""
+    POP = 8
+    """queue → value, when it comes"""
+    DELETE = 9
+    """key → whether it was there"""
+    COUNT = 10
+    """→ how many keys there are"""
+
+
+class Said(IntEnum):
+    """How an answer begins."""
+
+    YES = 1
+    """With the value, where there is one."""
+    NO = 2
+    """It is not there, or did not come in time."""
+    WRONG = 3
+    """It can't be done; with the reason."""
+
+
+@dataclass(frozen=True)
+class Request:
+    op: Op
+    fields: tuple[bytes, ...] = ()
+    within_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Reply:
+    said: Said
+    value: bytes = b""
+
+
+class MalformedRequestError(ValueError):
+    """Bytes that are no request."""
+
+
+FIELDS: Final = {
+    Op.SET: 2, Op.GET: 1, Op.WAIT: 1, Op.COMPARE_SET: 3, Op.ADD: 2, Op.PUSH: 2, Op.POP: 1, Op.DELETE: 1, Op.COUNT: 0,
+}  # fmt: skip
+"""How many fields a request has, but for CHECK."""
+
+
+def write_request(request: Request) -> bytes:
+    parts = [HEAD.pack(request.op, request.within_s, len(request.fields))]
+    for each in request.fields:
+        parts += [SIZE.pack(len(each)), each]
+    return b"".join(parts)
+
+
+def read_request(data: bytes) -> Request:
+    """Raises MalformedRequestError."""
+    try:
+        number, within_s, count = HEAD.unpack_from(data)
+        op = Op(number)
+        if count > MAX_FIELDS or FIELDS.get(op, count) != count:
+            raise MalformedRequestError(f"{op.name} with {count} fields")
+        fields, at = [], HEAD.size
+        for _ in range(count):
+            (size,) = SIZE.unpack_from(data, at)
+            fields.append(data[at + SIZE.size : at + SIZE.size + size])
+            at += SIZE.size + size
+    except (struct.error, ValueError) as error:
+        raise MalformedRequestError(str(error)) from None
+    if at != len(data) or not 0.0 <= within_s < float("inf"):
+        raise MalformedRequestError(f"{op.name} that is cut or too long")
+    return Request(op, tuple(fields), within_s)
+
+
+def write_reply(reply: Reply) -> bytes:
+    return bytes((reply.said,)) + reply.value
+
+
+def read_reply(data: bytes) -> Reply:
+    """Raises MalformedRequestError."""
+    try:
+        return Reply(Said(data[0]), data[1:])
+    except (IndexError, ValueError) as error:
+        raise MalformedRequestError(str(error)) from None
