@@ -81,6 +81,8 @@ class _Heterogeneous(PlanMode):
     def check_ops(self, plan: ParallelPlan, own: tuple[Chunk, ...], job: JobDescription) -> None:
         """Where members of a stage share the tokens between layers, Megatron wants as many for each of them."""
         tokens = job.seq_length
+        if job.whole_layers and any(degree > 1 for degree in degrees_of(plan)):
+            raise PlanError("Megatron trains experts with tensor parallelism only beside --sequence-parallel")
         for degree in degrees_of(plan) if job.sequence_parallel else ():
             if tokens % degree:
                 raise PlanError(f"{degree} TP members can't share the {tokens} tokens of a sequence evenly")
