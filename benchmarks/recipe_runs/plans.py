@@ -40,14 +40,17 @@ def draw_death(random: Random, workers: int, pipeline: int) -> Death:
     return Death(random.randrange(workers), random.randint(FIRST_DEATH, LAST_DEATH), random.choice(points))
 
 
-def unlike_replicas(survivors: Sequence[int], tensor: int, layers: int, micro_batches: int) -> ParallelPlan:
+def unlike_replicas(
+    survivors: Sequence[int], tensor: int, layers: int, micro_batches: int, whole_layers: bool = False
+) -> ParallelPlan:
     """Two replicas of unlike stages, degrees and shares; Megatron's own groups can't run them.
 
     Args:
         tensor: the recipe's degree of tensor parallelism, which no stage exceeds, but that two are always tried.
         layers: embedding and head included.
+        whole_layers: whether each layer must be on one worker.
     """
-    wide = min(max(tensor, 2), len(survivors) // 2 + 1)
+    wide = 1 if whole_layers else min(max(tensor, 2), len(survivors) // 2 + 1)
     first, second = _deal(list(survivors), wide)
     larger = micro_batches * 5 // 8
     replicas = (
@@ -66,9 +69,10 @@ def _deal(workers: list[int], wide: int) -> tuple[tuple[tuple[int, ...], ...], t
         return taken
 
     if len(workers) < 4:
-        return (take(wide),), (take(1),)
+        stages = 1 if wide > 1 else len(workers) - 1
+        return tuple(take(wide) for _ in range(stages)), (take(1),)
     first = (take(wide), take(1))
-    second = (take(1), take(2)) if len(workers) > 2 else (take(1),) * min(len(workers), 1)
+    second = (take(1), take(min(wide, 2))) if len(workers) > 2 else (take(1),) * min(len(workers), 1)
     return first, second
 
 

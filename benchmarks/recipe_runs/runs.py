@@ -103,7 +103,8 @@ def plan_of(shrunk: Shrunk, death: Death) -> ParallelPlan:
     draft = Draft(read_options(shrunk.words, {}))
     survivors = [worker for worker in range(shrunk.workers) if worker != death.worker]
     micro_batches = first_batch(draft) // draft.number("--micro-batch-size")
-    return unlike_replicas(survivors, draft.number(TENSOR), draft.number(LAYER_COUNT) + 2, micro_batches)
+    whole_layers = draft.has("--num-experts") and not draft.has("--sequence-parallel")
+    return unlike_replicas(survivors, draft.number(TENSOR), draft.number(LAYER_COUNT) + 2, micro_batches, whole_layers)
 
 
 def last_words(job: Job) -> str:

@@ -158,6 +158,8 @@ class JobCost:
 
 
 def _can_share(cost: JobCost, degree: int) -> bool:
+    if cost.training.whole_layers and degree > 1:
+        return False
     try:
         cost.seconds(degree)
     except ShardError:

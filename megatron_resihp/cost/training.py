@@ -32,6 +32,8 @@ class Training:
         micro_batch_size: samples per micro-batch.
         recompute: which activations are computed again.
         sequence_parallel: whether activations that all tensor-parallel members would hold are cut along the sequence.
+        whole_layers: whether each layer must be on one worker. Megatron trains experts with tensor parallelism only where
+            the sequence is shared, too.
         distributed_optimizer: whether the holders of a shard share its optimizer state.
         optimizer_instances: how many groups of holders have all of it, where that leaves equal groups of two or more.
         weight_bytes, gradient_bytes, optimizer_bytes: per parameter.
@@ -47,6 +49,7 @@ class Training:
     micro_batch_size: int = 1
     recompute: Recompute = Recompute.NONE
     sequence_parallel: bool = False
+    whole_layers: bool = False
     distributed_optimizer: bool = False
     optimizer_instances: int = 1
     weight_bytes: int = 2
@@ -93,6 +96,7 @@ def training_from_arguments(arguments: Mapping[str, Any]) -> Training:
         micro_batch_size=arguments.get("micro_batch_size") or 1,
         recompute=_recompute(arguments),
         sequence_parallel=bool(arguments.get("sequence_parallel")),
+        whole_layers=bool(arguments.get("num_experts")) and not arguments.get("sequence_parallel"),
         distributed_optimizer=bool(arguments.get("use_distributed_optimizer")),
         optimizer_instances=arguments.get("num_distributed_optimizer_instances") or 1,
         weight_bytes=2 if half else 4,

@@ -91,6 +91,8 @@ class _Heterogeneous(PlanMode):
         if plan.context_parallel > 1:
             raise PlanError("the job has no --context-parallel-size, so its replicas can't share sequences")
         tokens = job.seq_length
+        if job.whole_layers and any(degree > 1 for degree in degrees_of(plan)):
+            raise PlanError("Megatron trains experts with tensor parallelism only beside --sequence-parallel")
         for degree in degrees_of(plan) if job.sequence_parallel else ():
             if tokens % degree:
                 raise PlanError(f"{degree} TP members can't share the {tokens} tokens of a sequence evenly")

@@ -180,6 +180,7 @@ def describe_job(job: Job) -> JobDescription:
         micro_batches=args.global_batch_size // args.micro_batch_size,
         seq_length=args.seq_length,
         sequence_parallel=own.sequence_parallel,
+        whole_layers=bool(args.num_experts) and not own.sequence_parallel,
         emulated=config.resihp_emulate,
         train_iters=args.train_iters,
         ends_early=bool(args.exit_interval or job.minutes),
