@@ -32,8 +32,8 @@ class Training:
         micro_batch_size: samples per micro-batch.
         recompute: which activations are computed again.
         sequence_parallel: whether activations that all tensor-parallel members would hold are cut along the sequence.
-        whole_layers: whether each layer must be on one worker. Megatron trains experts with tensor parallelism only where
-            the sequence is shared, too.
+        whole_layers: whether each layer must be on one worker. Megatron trains experts with tensor parallelism only
+            where the sequence is shared, too.
         distributed_optimizer: whether the holders of a shard share its optimizer state.
         optimizer_instances: how many groups of holders have all of it, where that leaves equal groups of two or more.
         weight_bytes, gradient_bytes, optimizer_bytes: per parameter.

@@ -112,14 +112,20 @@ def test_all_workers_and_attempts_are_compared(tmp_path: Path) -> None:
     assert differences(found, {("lm loss", 1): frozenset([3.0, 3.5, 3.6])})["lm loss"].relative == pytest.approx(1 / 36)
 
 
-@pytest.mark.parametrize(("workers", "tensor"), [(4, 1), (4, 2), (8, 1), (8, 2), (8, 4)])
-def test_survivors_get_a_plan_that_megatrons_own_groups_cannot_run(workers: int, tensor: int) -> None:
+@pytest.mark.parametrize(
+    ("workers", "tensor", "whole_layers"),
+    [(4, 1, False), (4, 2, False), (8, 1, False), (8, 2, False), (8, 4, False), (4, 1, True), (8, 1, True)],
+)
+def test_survivors_get_a_plan_that_megatrons_own_groups_cannot_run(
+    workers: int, tensor: int, whole_layers: bool
+) -> None:
     for seed in range(20):
         death = draw_death(Random(seed), workers, 1)
         assert death.iteration < HOLD_AT and death.point in POINTS
         survivors = [worker for worker in range(workers) if worker != death.worker]
-        plan = unlike_replicas(survivors, tensor, 6, 8)
+        plan = unlike_replicas(survivors, tensor, 6, 8, whole_layers)
         assert plan.not_uniform is not None
+        assert not whole_layers or all(len(stage) == 1 for replica in plan.replicas for stage in replica.stages)
         assert set(plan.members) <= set(survivors)
 
 

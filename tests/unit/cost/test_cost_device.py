@@ -15,7 +15,7 @@ from megatron_resihp.cost.device import Device, durations, layer_work, transfers
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.layers import model_from_arguments
 from megatron_resihp.cost.presets import PRESETS, preset
-from megatron_resihp.cost.training import Recompute, Training
+from megatron_resihp.cost.training import Recompute, Training, training_from_arguments
 from megatron_resihp.pipeline.schedules import one_f_one_b, zero_bubble_h1
 from megatron_resihp.pipeline.search.bounds import makespan_lower_bound
 from megatron_resihp.pipeline.simulate import simulate
@@ -52,6 +52,12 @@ class TestWork:
         each = [layer_work(model, TRAINING, degree, tp_rank) for tp_rank in range(degree)]
         assert np.allclose(sum(each), layer_work(model, TRAINING, 1))
         assert all((each[0] >= other).all() for other in each)
+
+
+@pytest.mark.parametrize(("sequence_parallel", "degrees"), [(True, (1, 2)), (False, (1,))])
+def test_megatron_cuts_experts_only_beside_the_sequence(sequence_parallel: bool, degrees: tuple[int, ...]) -> None:
+    arguments = {"seq_length": 4096, "num_experts": 4, "sequence_parallel": sequence_parallel}
+    assert JobCost(MODEL, training_from_arguments(arguments), DEVICE, 8, workers_per_node=2).degrees == degrees
 
 
 class TestDurations:
