@@ -138,19 +138,17 @@ FACTORS: Final[Mapping[str, Mapping[str, str]]] = {
 }
 """The flags of each value of each factor."""
 
-_CUT: Final = ("tensor", "sequence", "both")
 _MIXTURES: Final = tuple(value for value in FACTORS["experts"] if value != "none")
 
 FORBIDDEN: Final = (
-    Forbidden(
-        {"unit": ["gelu"], "experts": _MIXTURES, "grid": _CUT},
-        "experts that tensor parallelism cuts have no biases",
-    ),
+    Forbidden({"unit": ["gelu"], "experts": _MIXTURES}, "experts have no fused gelu"),
+    Forbidden({"grid": ["tensor"], "experts": _MIXTURES}, "tensor parallelism cuts experts beside sequences only"),
     Forbidden({"attention": ["latent"], "norm of heads": ["l2"]}, "latent attention has no such norm"),
     Forbidden({"attention": ["latent"], "positions": ["yarn"]}, "latent attention has yarn of its own"),
     Forbidden({"predictions": ["two"], "positions": ["learnt", "yarn"]}, "further predictions need rope or nothing"),
     Forbidden({"predictions": ["two"], "grid": ["layout"]}, "this layout has no place for further predictions"),
     Forbidden({"predictions": ["two"], "embeddings": ["tied"]}, "further predictions need a head with its own weights"),
     Forbidden({"optimizer": ["sgd"], "saves": ["kept", "beside training", "non-persistent"]}, "it can't be loaded"),
+    Forbidden({"optimizer": ["sgd"], "replicas": ["distributed", "gathered"]}, "Megatron distributes other optimizers"),
     Forbidden({"residual": ["fp32"], "precision": ["fp32"]}, "it is for 16 bits"),
 )
