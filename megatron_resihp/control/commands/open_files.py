@@ -2,8 +2,8 @@
 """How many files a launcher has open, connections among them, and how many it may have.
 
 Node 0's serves the store, to which each worker and each agent of the job keeps connections of its own. Counted on jobs
-of 2, 4 and 8 workers, one of which dies and comes back: 46, 62 and 91 at most, that is 31 and 7.5 for each worker.
-Another node of two adds 15, and has 25 itself (`test_nodes`).
+of 2, 4 and 8 workers, one of which dies and comes back: 40, 54 and 87 at most, that is 24 and 7.8 for each worker.
+Another node of two adds 17, and has 25 itself (`test_nodes`).
 May import: the standard library, `control.job_size` and `control.transport`.
 """
 
@@ -21,7 +21,7 @@ PER_OWN_WORKER: Final = 8
 """Process, liveness connection, measurements, output and log."""
 PER_WORKER: Final = 4
 """Connections to the store: 3 by the code, and one in the making where a worker comes back."""
-PER_NODE: Final = 8
+PER_NODE: Final = 10
 """Liveness connection, stream of measurements and connections to the store: 5 by the code, more while it joins."""
 STRANGERS: Final = 3 * UNANSWERED
 """Connections to node 0's three ports that have not proved to be of the job."""
