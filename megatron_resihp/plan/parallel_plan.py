@@ -94,11 +94,6 @@ class ParallelPlan:
         return tuple(sorted([*self.working, *self.standbys]))
 
     @property
-    def data_parallel(self) -> int:
-        """How many groups of replicas there are that share their sequences; without such groups, how many replicas."""
-        return len(self.replicas) // self.context_parallel
-
-    @property
     def micro_batch_count(self) -> int:
         return sum(len(replica.micro_batches) for replica in self.replicas[:: self.context_parallel])
 
@@ -182,6 +177,11 @@ class ParallelPlan:
     def work_digest(self) -> str:
         """Like `digest`, but only for the working part: it ignores standbys."""
         return replace(self, standbys={}).digest
+
+
+def data_parallel_of(plan: ParallelPlan) -> int:
+    """How many groups of replicas there are that share their sequences; without such groups, how many replicas."""
+    return len(plan.replicas) // plan.context_parallel
 
 
 def _written(plan: ParallelPlan) -> _Written:

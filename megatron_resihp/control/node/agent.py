@@ -103,17 +103,14 @@ class Agent:
             if source is not None:
                 self._processes.wake_for(source)
         with closing(self._processes):
-            while self._ending is None or not self._is_over():
+            while True:
+                if self._ending is not None:
+                    # Other nodes need the store until they have heard of the end.
+                    others = self._nodes.connected if self._nodes is not None and self._ending.agreed else ()
+                    if self._abandoned or not (self._processes.living() or others):
+                        return self._ending
                 dead = self._processes.await_news(LOOK_S)
                 self._look(dead, time.monotonic())
-        assert self._ending is not None
-        return self._ending
-
-    def _is_over(self) -> bool:
-        assert self._ending is not None
-        # Other nodes need the store until they have heard of the end.
-        others = self._nodes.connected if self._nodes is not None and self._ending.agreed else ()
-        return self._abandoned or not (self._processes.living() or others)
 
     def _look(self, dead: list[Worker], now: float) -> None:
         self._memory_kills.look(now)

@@ -65,7 +65,7 @@ class _Reopened:
                     raise loss
             try:
                 # Short, since what is left of a killed launcher may hold the port for a moment and answer nothing.
-                return connect(self.store.address, self.store.secret, ATTEMPT_S)
+                return connect(self.store.address, self.store.connection.secret, ATTEMPT_S)
             except RefusedSecretError:
                 raise StoreError(f"{loss}; another job has the port by now") from loss
             except StoreError:
@@ -97,7 +97,7 @@ class LastingStore:
 
     @property
     def secret(self) -> Secret:
-        return self._way.store.secret
+        return self._way.store.connection.secret
 
     def set(self, key: str, value: str) -> None:
         self._way.again(lambda store: store.set(key, value))

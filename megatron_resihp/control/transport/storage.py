@@ -32,7 +32,8 @@ class Storage:
         self._numbers = count()
         self._do: dict[Op, Callable[..., Reply]] = {
             Op.SET: self._set, Op.CHECK: self._check, Op.COMPARE_SET: self._compare_set, Op.ADD: self._add,
-            Op.PUSH: self._push, Op.DELETE: self._delete, Op.COUNT: self._count,
+            Op.PUSH: self._push, Op.DELETE: self._delete,
+            Op.COUNT: lambda: Reply(Said.YES, str(len(self._values)).encode()),
         }  # fmt: skip
 
     def ask(self, asker: Hashable, request: Request, now: float) -> Told:
@@ -135,9 +136,6 @@ class Storage:
 
     def _delete(self, key: bytes) -> Reply:
         return NO if self._values.pop(key, None) is None else YES
-
-    def _count(self) -> Reply:
-        return Reply(Said.YES, str(len(self._values)).encode())
 
 
 def _place(request: Request) -> tuple[bool, bytes]:

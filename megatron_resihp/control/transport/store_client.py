@@ -98,39 +98,35 @@ class StoreClient:
     """The `Store` over one connection."""
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+        self.connection = connection
 
     @property
     def address(self) -> Address:
-        return self._connection.address
-
-    @property
-    def secret(self) -> Secret:
-        return self._connection.secret
+        return self.connection.address
 
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
-        return self._connection.closed
+        return self.connection.closed
 
     def set(self, key: str, value: str) -> None:
-        self._connection.ask(Op.SET, *_sized(key, value))
+        self.connection.ask(Op.SET, *_sized(key, value))
 
     def get(self, key: str, timeout_s: float) -> str:
-        reply = self._connection.ask(Op.GET, key.encode(), within_s=timeout_s)
+        reply = self.connection.ask(Op.GET, key.encode(), within_s=timeout_s)
         if reply.said is Said.NO:
             raise TimeoutError(f"the store has no {key!r} after {timeout_s:g} s")
         return _text(reply)
 
     def wait(self, key: str, timeout_s: float) -> bool:
-        return self._connection.ask(Op.WAIT, key.encode(), within_s=timeout_s).said is Said.YES
+        return self.connection.ask(Op.WAIT, key.encode(), within_s=timeout_s).said is Said.YES
 
     def check(self, key: str) -> bool:
-        return self._connection.ask(Op.CHECK, key.encode()).said is Said.YES
+        return self.connection.ask(Op.CHECK, key.encode()).said is Said.YES
 
     def compare_set(self, key: str, expected: str, desired: str) -> str | None:
         name, value = _sized(key, desired)
-        reply = self._connection.ask(Op.COMPARE_SET, name, expected.encode(), value)
+        reply = self.connection.ask(Op.COMPARE_SET, name, expected.encode(), value)
         return _text(reply) if reply.said is Said.YES else None
 
     def set_once(self, key: str, value: str) -> str:
@@ -139,24 +135,24 @@ class StoreClient:
         return self.compare_set(key, "", value) or ""
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._connection.ask(Op.ADD, key.encode(), str(amount).encode()).value)
+        return int(self.connection.ask(Op.ADD, key.encode(), str(amount).encode()).value)
 
     def push(self, queue: str, value: str) -> None:
-        self._connection.ask(Op.PUSH, *_sized(queue, value))
+        self.connection.ask(Op.PUSH, *_sized(queue, value))
 
     def pop(self, queue: str, timeout_s: float) -> str | None:
-        reply = self._connection.ask(Op.POP, queue.encode(), within_s=timeout_s)
+        reply = self.connection.ask(Op.POP, queue.encode(), within_s=timeout_s)
         # Who pushes what is no text gets it back as something else that is none.
         return _text(reply) if reply.said is Said.YES else None
 
     def delete(self, key: str) -> bool:
-        return self._connection.ask(Op.DELETE, key.encode()).said is Said.YES
+        return self.connection.ask(Op.DELETE, key.encode()).said is Said.YES
 
     def clone(self) -> StoreClient:
-        return connect(self.address, self.secret, CLONE_TIMEOUT_S)
+        return connect(self.address, self.connection.secret, CLONE_TIMEOUT_S)
 
     def close(self) -> None:
-        self._connection.close()
+        self.connection.close()
 
 
 def connect(address: Address, secret: Secret, timeout_s: float) -> StoreClient:

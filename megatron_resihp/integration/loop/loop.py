@@ -32,6 +32,7 @@ from megatron_resihp.integration.state.digests import record_digests
 from megatron_resihp.integration.state.extra_state import extra_digests
 from megatron_resihp.integration.step.optimizer_buddies import tell_cost
 from megatron_resihp.integration.step.step import agreed_losses, is_time_up, tell_metrics
+from megatron_resihp.plan import data_parallel_of
 from megatron_resihp.protocol.logs import Place
 from megatron_resihp.protocol.messages import TrainingFinished
 from megatron_resihp.protocol.records import IterationPhase, Outcome
@@ -257,7 +258,7 @@ def _saving(runtime: Runtime, iteration: int, non_persistent: bool) -> Iterator[
     path = directory_of_saves(args, non_persistent)
     if not non_persistent:
         saves.lost = False
-    args.data_parallel_size = runtime.view.plan.data_parallel
+    args.data_parallel_size = data_parallel_of(runtime.view.plan)
     try:
         with runtime.mode.state.saving() as used:
             yield

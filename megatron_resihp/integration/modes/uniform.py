@@ -29,6 +29,7 @@ from megatron_resihp.integration.world.group_needs import groups_wanted, of_gloo
 from megatron_resihp.integration.world.streams import start_streams
 from megatron_resihp.integration.world.view import UniformView
 from megatron_resihp.pipeline.orders import group_for
+from megatron_resihp.plan import data_parallel_of
 from megatron_resihp.protocol.published import EpochPlan
 from megatron_resihp.protocol.records import Outcome
 
@@ -44,7 +45,7 @@ class UniformMode(Mode):
         self.view = view
         self.state = self._make_state(runtime)
         self.everybody = make_group("everybody", view.plan.members)
-        self.averaging = averaging_of(runtime, view.plan.data_parallel)
+        self.averaging = averaging_of(runtime, data_parallel_of(view.plan))
         self._runtime = runtime
         self.counts = UniformCounts(runtime, self.counts_norm)
         self._join(make_group)
@@ -90,21 +91,13 @@ class UniformMode(Mode):
     def train(self, schedule: Schedule, call: dict[str, Any]) -> Losses:
         share = len(self.view.read_order)
         with scaled_losses(self.averaging, self._runtime.held.live.optimizer, call["model"], share):
-            return self._run(schedule, call, share)
-
-    def _run(self, schedule: Schedule, call: dict[str, Any], count: int) -> Losses:
-        """Run so many micro-batches, in groups that go together with that number where the pipeline is interleaved."""
-        wanted = self.view.micro_batch_group
-        if wanted is not None:
-            config = get_model_config(call["model"][0])
-            config.microbatch_group_size_per_vp_stage = group_for(self.view.plan.grid.pipeline_parallel, count, wanted)
-        return schedule(**{**call, "num_microbatches": count})
+            return _run(self.view, schedule, call, share)
 
     def evaluate(self, schedule: Schedule, call: dict[str, Any]) -> Losses:
         """A replica that has nothing to evaluate takes part in the sums over replicas. One with less than Megatron's
         schedule can run makes up for it. Both do so with micro-batches that count nothing."""
         share = len(self.view.evaluation_share(call["num_microbatches"]))
-        losses = self._run(schedule, call, max(share, self.view.fewest_micro_batches))
+        losses = _run(self.view, schedule, call, max(share, self.view.fewest_micro_batches))
         nothing = [{name: torch.zeros_like(value) for name, value in each.items()} for each in losses[share:]]
         return losses[:share] + nothing
 
@@ -122,6 +115,15 @@ class UniformMode(Mode):
 
     def consume_documents(self, original: Callable[[], DocumentCounts]) -> DocumentCounts:
         return original()
+
+
+def _run(view: UniformView, schedule: Schedule, call: dict[str, Any], count: int) -> Losses:
+    """Run so many micro-batches, in groups that go together with that number where the pipeline is interleaved."""
+    wanted = view.micro_batch_group
+    if wanted is not None:
+        config = get_model_config(call["model"][0])
+        config.microbatch_group_size_per_vp_stage = group_for(view.plan.grid.pipeline_parallel, count, wanted)
+    return schedule(**{**call, "num_microbatches": count})
 
 
 class UniformCounts(Counts):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.plan import data_parallel_of
 
 
 def wrap_check_param_hashes(runtime: Runtime, original: Callable[..., bool]) -> Callable[..., bool]:
@@ -28,7 +29,7 @@ def wrap_run_realtime_tests(runtime: Runtime, original: Callable[..., None]) -> 
     def run_realtime_tests(self: Any) -> None:
         args, plan = runtime.job.args, runtime.view.plan
         evaluated = args.eval_global_batch_size // args.eval_micro_batch_size
-        if len({len(each.micro_batches) for each in plan.replicas}) == 1 and evaluated % plan.data_parallel == 0:
+        if len({len(each.micro_batches) for each in plan.replicas}) == 1 and evaluated % data_parallel_of(plan) == 0:
             original(self)
 
     return run_realtime_tests

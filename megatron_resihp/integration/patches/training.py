@@ -13,14 +13,13 @@ from megatron_resihp.integration.patches import (
     counting,
     data,
     documents,
-    expert_metrics,
     parameter_gather,
     parameter_kinds,
     replica_checks,
-    router_parts,
     schedule,
     startup,
 )
+from megatron_resihp.integration.patches.experts import expert_metrics, router_parts
 from megatron_resihp.integration.releases import Release
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.saves import finishing, handing_over

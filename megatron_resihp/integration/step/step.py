@@ -15,8 +15,9 @@ from megatron.training import training
 
 from megatron_resihp.detector.input.records import SpanKind
 from megatron_resihp.events.training import Samples
-from megatron_resihp.integration.patches import expert_metrics, prediction_metrics
+from megatron_resihp.integration.patches import prediction_metrics
 from megatron_resihp.integration.patches.counting import settings_of
+from megatron_resihp.integration.patches.experts import expert_metrics
 from megatron_resihp.integration.progress import LOSS_SLOTS
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.expert_biases import change_biases

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_resihp.plan import ParallelPlan, even_share
+from megatron_resihp.plan import ParallelPlan, data_parallel_of, even_share
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class UniformView(View):
 
     def evaluation_share(self, count: int) -> Sequence[int]:
         """Which of `count` micro-batches this worker's replica evaluates; those that share sequences have the same."""
-        return even_share(count, self.plan.data_parallel, self.replica // self.plan.context_parallel)
+        return even_share(count, data_parallel_of(self.plan), self.replica // self.plan.context_parallel)
 
     def evaluation_order(self, count: int) -> Sequence[int]:
         # Where the share is too small, a replica runs others, too, that count nothing (`modes.uniform`).

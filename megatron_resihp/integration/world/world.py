@@ -13,7 +13,8 @@ from megatron.training import get_timers
 
 from megatron_resihp.executor.gloo.groups_ahead import GroupNeeds, GroupsAhead
 from megatron_resihp.integration.modes.choice import mode_of
-from megatron_resihp.integration.patches import documents, expert_metrics, prediction_metrics
+from megatron_resihp.integration.patches import documents, prediction_metrics
+from megatron_resihp.integration.patches.experts import expert_metrics
 from megatron_resihp.integration.progress import NO_DOCUMENTS
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.world.group_needs import timeout_of

@@ -19,6 +19,7 @@ from megatron_resihp.plan import (
     ParallelPlan,
     PlanError,
     Replica,
+    data_parallel_of,
     deal,
     differences,
     even_counts,
@@ -253,7 +254,7 @@ class TestSharedSequences:
         assert self.PLAN.digest != alone.digest
 
     def test_micro_batches_count_once(self) -> None:
-        assert (self.PLAN.micro_batch_count, self.PLAN.data_parallel, self.PLAN.not_uniform) == (2, 1, None)
+        assert (self.PLAN.micro_batch_count, data_parallel_of(self.PLAN), self.PLAN.not_uniform) == (2, 1, None)
 
     def test_those_that_share_come_before_stages_in_either_order_of_ranks(self) -> None:
         others = (Replica(((5,), (6,)), (2,)), Replica(((7,), (8,)), (2,)))

@@ -46,7 +46,7 @@ class AgentMessages:
         """React to one message; arguments as of `Membership.handle`."""
         match message:
             case ProcessExited(worker) | HeartbeatsMissing(worker) | ConnectionLost(worker) if (
-                self._state.accounts.hear_of([worker])
+                self._state.reports.accounts.hear_of([worker])
             ):
                 return self._epochs.decide(now)  # it was given up before
             case ProcessExited():
@@ -87,7 +87,8 @@ class AgentMessages:
         state, node = self._state, message.node
         known = {*range(state.job.size.workers), *state.living, *state.joining.waiting}
         workers = sorted(worker for worker in known if state.joining.node_of(worker) == node)
-        state.accounts.lose(w for w in workers if w not in state.dead.keys() | state.done or w in state.accounts.late)
+        accounts, ended = state.reports.accounts, state.dead.keys() | state.done
+        accounts.lose(worker for worker in workers if worker not in ended or worker in accounts.late)
         actions = self._epochs.die({w: f"node lost: {message.cause}" for w in workers}, message.time, now)
         actions += self._epochs.decide(now)  # perhaps no death is news, but whose word is waited for
         return actions if state.phase is Phase.ENDED else [*actions, Reopen(node, state.joining.ids_for(node))]
@@ -95,8 +96,8 @@ class AgentMessages:
     def _on_down(self, nodes: tuple[int, ...], now: float) -> list[Action]:
         """What was asked is answered; workers of these nodes can't be alive."""
         state = self._state
-        state.accounts.unanswered = False
-        state.accounts.hear_of([w for w in state.dead if state.joining.node_of(w) in nodes])
+        state.reports.accounts.unanswered = False
+        state.reports.accounts.hear_of([w for w in state.dead if state.joining.node_of(w) in nodes])
         return self._epochs.decide(now)
 
     def _on_leave(self, message: LeaveRequest, now: float) -> list[Action]:

@@ -50,7 +50,7 @@ class Epochs:
             dead = state.dead.keys() - state.departures.left
             actions.append(Log(recovery(state.epoch, state.commit, ready, dead, state.broken_at, now)))
         state.phase, state.left_s, state.changes.under_way, state.running = Phase.RUNNING, None, None, plan
-        state.accounts.settle()
+        state.reports.accounts.settle()
         return actions + self._changes.after_go()
 
     # ---- how an epoch ends
@@ -82,7 +82,7 @@ class Epochs:
         state, given_up = self._state, tuple(sorted(workers))
         # Who has reported is reached, and so are the agent and all workers of node 0.
         reached = state.reports.records.keys() if state.phase is Phase.REPORTING else ()
-        state.accounts.late.update(w for w in given_up if w not in reached and state.joining.node_of(w) > 0)
+        state.reports.accounts.late.update(w for w in given_up if w not in reached and state.joining.node_of(w) > 0)
         notice = Notify(WorkersGivenUp(given_up, cause, for_good))
         return [notice, *self.die(dict.fromkeys(given_up, cause), now, now)]
 
@@ -117,7 +117,7 @@ class Epochs:
         if not leaving:  # a worker that has reported by choice doesn't report again
             state.reports.clear()
         state.reports.unreachable = {}
-        state.accounts.begin()
+        state.reports.accounts.begin()
         state.changes.under_way = None
         state.phase, state.left_s = Phase.REPORTING, state.limits.report_s
         return self.broken(cause, probe)
@@ -159,8 +159,8 @@ class Epochs:
             commit = resolve(reports.records.values(), state.commit, state.job.pages.reached)
         except NoCommitError as error:
             return self._ends.end(exit_codes.RETRY, str(error))
-        step = self._commit(commit)
-        if reason := self._why_not_go_on(separated):
+        step = _note_commit(state, commit)
+        if reason := _why_not_go_on(state, separated):
             return step + self._ends.save(reason)
         return self._publish_next(step, now)
 
@@ -178,7 +178,7 @@ class Epochs:
 
         Returns None if there is nothing to wait for.
         """
-        state, accounts = self._state, self._state.accounts
+        state, accounts = self._state, self._state.reports.accounts
         members = state.running.members if state.running is not None else ()
         if state.ending.save_reason or not (short := accounts.short(members)):
             return None
@@ -189,25 +189,6 @@ class Epochs:
         if not accounts.waiting:
             accounts.waiting, state.left_s = True, state.limits.word_s
         return [AskDown(nodes)] if nodes else []
-
-    def _commit(self, commit: Commit) -> list[Action]:
-        state = self._state
-        same = state.commit is not None and state.commit.iteration == commit.iteration
-        state.recoveries_here = (state.recoveries_here if same else 0) + (state.changes.under_way is None)
-        state.commit = commit
-        return [] if commit.outcome is None else [Log(agreed(state.epoch, commit, commit.outcome))]
-
-    def _why_not_go_on(self, separated: Separated | None) -> str:
-        """Why survivors save what they hold, whatever plan there is; empty: they don't."""
-        state = self._state
-        if state.ending.save_reason:
-            return state.ending.save_reason
-        if separated is not None:
-            return f"{separated.why}, and there is no plan without either"
-        if state.recoveries_here > state.limits.recoveries_per_iteration:
-            assert state.commit is not None
-            return f"{state.recoveries_here - 1} recoveries without a step after iteration {state.commit.iteration}"
-        return ""
 
     def _publish_next(self, step: list[Action], now: float) -> list[Action]:
         """Publish the next plan, or save if there is none. `step`: logs the committed one."""
@@ -281,3 +262,22 @@ class Epochs:
         if change is None or change.plan != plan or not changes.prepared.issuperset(plan.members):
             return None
         return change.number
+
+
+def _note_commit(state: State, commit: Commit) -> list[Action]:
+    same = state.commit is not None and state.commit.iteration == commit.iteration
+    state.recoveries_here = (state.recoveries_here if same else 0) + (state.changes.under_way is None)
+    state.commit = commit
+    return [] if commit.outcome is None else [Log(agreed(state.epoch, commit, commit.outcome))]
+
+
+def _why_not_go_on(state: State, separated: Separated | None) -> str:
+    """Why survivors save what they hold, whatever plan there is; empty: they don't."""
+    if state.ending.save_reason:
+        return state.ending.save_reason
+    if separated is not None:
+        return f"{separated.why}, and there is no plan without either"
+    if state.recoveries_here > state.limits.recoveries_per_iteration:
+        assert state.commit is not None
+        return f"{state.recoveries_here - 1} recoveries without a step after iteration {state.commit.iteration}"
+    return ""

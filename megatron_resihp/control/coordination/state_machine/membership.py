@@ -85,8 +85,8 @@ class Membership:
 
     def _reports_late(self, now: float) -> list[Action]:
         state = self.state
-        if state.accounts.waiting:
-            state.accounts.over = True
+        if state.reports.accounts.waiting:
+            state.reports.accounts.over = True
             return self._epochs.decide(now)
         if state.changes.under_way is not None:
             number, bound = state.changes.under_way.number, state.limits.leave_s

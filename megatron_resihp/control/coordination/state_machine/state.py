@@ -87,12 +87,14 @@ class Reports:
         held: worker → the shards that it holds.
         unreachable: worker → the workers that it could not reach.
         links: links that failed while both ends lived.
+        accounts: members that were lost without a word.
     """
 
     links: FailedLinks
     records: dict[int, Record] = field(default_factory=dict)
     held: HeldShards = field(default_factory=dict)
     unreachable: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    accounts: Accounts = field(default_factory=Accounts)
 
     def clear(self) -> None:
         """Forget what was reported: living members are to report anew."""
@@ -156,7 +158,6 @@ class State:
         joining: workers that were not there at the start.
         departures: nodes and workers that were told to leave.
         first_steps: plans that no step has been taken under yet.
-        accounts: members that were lost without a word.
     """
 
     job: Job
@@ -176,7 +177,6 @@ class State:
     changes: Changes = field(default_factory=Changes)
     ending: Ending = field(default_factory=Ending)
     first_steps: FirstSteps = field(default_factory=FirstSteps)
-    accounts: Accounts = field(default_factory=Accounts)
     joining: JoiningWorkers = field(init=False)
     departures: Departures = field(init=False)
     reports: Reports = field(init=False)

@@ -14,8 +14,8 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping, sinkhorn
 
-from megatron_resihp.integration.patches import router_parts
-from megatron_resihp.integration.patches.router_parts import wrap_dropping, wrap_sinkhorn
+from megatron_resihp.integration.patches.experts import router_parts
+from megatron_resihp.integration.patches.experts.router_parts import wrap_dropping, wrap_sinkhorn
 from megatron_resihp.integration.world.heterogeneous_groups import HeterogeneousView, Sizes
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica
 

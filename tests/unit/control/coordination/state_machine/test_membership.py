@@ -1600,7 +1600,7 @@ class TestWhateverHappens:
     def _do_what_is_told(self, job: Job) -> None:
         membership = job.membership
         match membership.state.phase:
-            case Phase.REPORTING if membership.state.accounts.waiting:
+            case Phase.REPORTING if membership.state.reports.accounts.waiting:
                 job.tell(NodesDown((), job.now))
                 job.wait(LIMITS.word_s)
             case Phase.REPORTING:
