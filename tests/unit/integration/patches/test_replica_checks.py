@@ -25,7 +25,7 @@ def test_only_replicas_with_as_many_micro_batches_ask_each_other(
     replicas = [SimpleNamespace(micro_batches=range(share)) for share in shares]
     runtime: Any = SimpleNamespace(
         job=SimpleNamespace(args=SimpleNamespace(eval_global_batch_size=evaluated, eval_micro_batch_size=1)),
-        view=SimpleNamespace(plan=SimpleNamespace(replicas=replicas, data_parallel=len(replicas))),
+        view=SimpleNamespace(plan=SimpleNamespace(replicas=replicas, context_parallel=1)),
     )
     asked: list[Any] = []
     wrap_run_realtime_tests(runtime, asked.append)("attention")
