@@ -230,8 +230,9 @@ def wrap_save_checkpoint_and_time(runtime: Runtime, original: Callable[..., Any]
         runtime.reach("save")
         if _is_there(runtime, directory_of_saves(runtime.job.args, non_persistent_ckpt), iteration):
             return
-        if non_persistent_ckpt:
-            # Megatron is about to remove older ones, and the newest of them may be under way.
+        if non_persistent_ckpt or runtime.saves.writer.calls:
+            # Megatron is about to remove older ones that are not persistent, and the newest of them may be under way.
+            # And it waits for a writer that is busy, without seeing that the epoch has broken meanwhile.
             finish_saves()
         with _saving(runtime, iteration, non_persistent_ckpt), runtime.probes.span(SpanKind.SAVE):
             original(iteration, *positional, non_persistent_ckpt=non_persistent_ckpt, **options)
