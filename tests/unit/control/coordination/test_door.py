@@ -70,7 +70,7 @@ BAD_TEXTS = (
     "[" * 100_000, "9" * 5000,
     of_json("ScriptEnded"), of_json("ScriptEnded", worker="1"), of_json("ScriptEnded", worker=True),
     of_json("ScriptEnded", worker=-1), of_json("ScriptEnded", worker=4711),
-    of_json("ScriptEnded", worker=1).replace(f'"{VERSION}"', '"2.0"'),
+    of_json("ScriptEnded", worker=1).replace(f'"{VERSION}"', '"99.0"'),
     of_json("ProcessExited", worker=1, code=-9), of_json("ProcessExited", worker=1, code=-9, time=math.nan, cause=None),
     of_json("Ready", worker=1, epoch=0), written(NodeLost(2, "", 1.0)), written(WorkerRestarted(1, 4711, 1.0)),
     of_json("StopRequest", signal="TERM", time=1), of_json("SurvivorReport", worker=1, epoch=0, record={}, held=[]),
