@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from megatron_resihp.control import exit_codes
-from megatron_resihp.control.commands import open_files
+from megatron_resihp.control.commands import interface, open_files
 from megatron_resihp.control.commands.admission import admitted
 from megatron_resihp.control.commands.claim import ClaimedError, living_owner, touched
 from megatron_resihp.control.commands.contact import FILE_NAME, Contact
@@ -251,6 +251,7 @@ def _environment(options: LaunchOptions, seat: _Seat) -> JobEnvironment:
         heartbeat_s=options.heartbeat_s,
         stand_in=options.stand_in,
         max_restarts=options.max_restarts,
+        network=interface.variables(options.interface),
     )
 
 
@@ -348,7 +349,8 @@ def _announce(options: LaunchOptions, seat: _Seat) -> None:
     elif options.late_nodes:
         node += f" ({options.late_nodes} more may join)"
     say(f"resihp: {workers}{node}, run directory {seat.run_dir}")
-    for warning in [] if options.stand_in else warnings_of():
+    network = interface.warnings_of(options.coordinator, options.size.most_nodes, options.interface)
+    for warning in [*network, *([] if options.stand_in else warnings_of())]:
         warn(f"resihp: {warning}")
 
 
