@@ -2,7 +2,7 @@
 """Under which keys of the store what `protocol` describes is found. Imports nothing.
 
 Messages go to one queue, `INBOX`. Notices are numbered keys that every worker reads in order. Plans have a key per
-epoch.
+epoch. What no process needs any more is deleted (`coordination.bulletin`).
 """
 
 from typing import Final
@@ -22,6 +22,12 @@ RECORDS_ADDRESS: Final = "records_address"
 KNOCK_AT: Final = "door/"
 """What the keys begin with that hold host:port where each worker takes connections; see `reach`."""
 
+FORGOTTEN: Final = "notices_forgotten"
+"""Key of a number: of the notices below it some have been deleted. See `protocol.notices.NoticesForgotten`."""
+
+TORCH: Final = "torch/"
+"""What the keys begin with in which torch's groups meet."""
+
 RUN: Final = "run"
 """Key of a token that this run alone has, by which others know that they talk to it."""
 
@@ -40,6 +46,16 @@ def plan_key(epoch: int) -> str:
 def go_key(epoch: int) -> str:
     """Key that is set once every member of the epoch is ready and the digests of the state agree: `published.GO`."""
     return f"go/{epoch}"
+
+
+def groups_of_epoch(epoch: int) -> str:
+    """What follows `TORCH` in the keys of an epoch's groups."""
+    return f"resihp/groups/{epoch}/"
+
+
+def groups_of_change(number: int) -> str:
+    """What follows `TORCH` in the keys of groups that were made for a change of plan while training went on."""
+    return f"resihp/groups-of-change/{number}/"
 
 
 def notice_key(number: int) -> str:

@@ -160,9 +160,16 @@ class SaveOrder:
     number: Positive
 
 
+@dataclass(frozen=True)
+class NoticesForgotten:
+    """Stands for notices that mean nothing any more; the next one has the number `next`."""
+
+    next: Positive
+
+
 Notice = (
     EpochIsBroken | StopTraining | OthersFinish | JobEnds | SlownessChanged | ValidationOrder | PlanChange
-    | WorkersTakenIn | WorkersGivenUp | WorkerDismissed | NodeReleased | DrainOrder | SaveOrder
+    | WorkersTakenIn | WorkersGivenUp | WorkerDismissed | NodeReleased | DrainOrder | SaveOrder | NoticesForgotten
 )  # fmt: skip
 NOTICES = Kinds[Notice](get_args(Notice), "a notice")
 """From the coordinator."""

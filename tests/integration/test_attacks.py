@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attacks import REQUESTS, STALE, plainly, with_a_stale_secret
 from jobs import NODES_SECRET, Job, Jobs, check_training, tiny
 
 from megatron_resihp.control import keys
 from megatron_resihp.control.commands.contact import reach
 from megatron_resihp.control.transport.address import Address, parse_address
 from megatron_resihp.control.transport.gate import RefusedSecretError, enter
-from megatron_resihp.control.transport.secret import VARIABLE, Secret
-from megatron_resihp.control.transport.secure import ANSWER_BYTES, LENGTH
+from megatron_resihp.control.transport.secret import VARIABLE
+from megatron_resihp.control.transport.secure import LENGTH
 from megatron_resihp.control.transport.store import StoreError
-from megatron_resihp.control.transport.store_wire import LARGEST, Op, Request, write_request
-from megatron_resihp.protocol.published import END, JobEnd
+from megatron_resihp.control.transport.store_wire import LARGEST
 
 pytestmark = pytest.mark.nightly
 
@@ -34,8 +34,6 @@ LAYOUT: dict[str, Any] = {"pipeline_model_parallel_size": 2, "use_tp_pp_dp_mappi
 IDLE = 10_000
 MOST_BYTES = 100e6
 WAIT_S = 10.0
-STALE = Secret("an earlier run's secret")
-FORGED = END.write(JobEnd(0, "finished", 1.0), "the coordinator").encode()
 
 
 @pytest.fixture(autouse=True)
@@ -62,27 +60,29 @@ def resident(pid: int) -> int:
 
 def words() -> Iterator[bytes]:
     """What strangers say, again and again."""
-    plain = write_request(Request(Op.SET, (keys.END.encode(), FORGED)))
     while True:
         yield os.urandom(4096)
         yield LENGTH.pack(1 << 31) + bytes(1 << 20)
-        yield LENGTH.pack(len(plain)) + plain
-        yield plain.ljust(2 * ANSWER_BYTES, b"\0")
         yield b"s"
         yield b""
+        for request in REQUESTS.values():
+            yield from plainly(request)
 
 
 def attack(address: Address, over: threading.Event, done: Callable[[], None]) -> None:
-    """Say all this to a port, with ten connections at a time left open, and come with an old secret in between."""
+    """Say all this to a port, without a secret and with an old one, with ten connections at a time left open."""
     held: list[socket.socket] = []
+    orders = list(REQUESTS.values())
     for number, word in enumerate(words()):
         if over.is_set():
             break
         with suppress(OSError):
             held.append(socket.create_connection(address, timeout=1.0))
             held[-1].sendall(word)
-        if len(held) > 10:
+        while len(held) > 10:
             held.pop(0).close()
+        with suppress(OSError):
+            held.append(with_a_stale_secret(address, orders[number % len(orders)], 1.0))
         if number % 20 == 0:
             with suppress(OSError, StoreError):
                 try:

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fifty reconfigurations in one job leave nothing behind: groups, threads, descriptors and memory stay as they were."""
+"""Fifty reconfigurations in one job leave nothing behind.
+
+Groups, threads, descriptors, memory and node 0's keys stay as they were.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,9 @@ import pytest
 from jobs import Job, Jobs, ask_at, check_training, tiny
 from test_plans import chunks, stages
 
+from megatron_resihp.control.commands.contact import reach
+from megatron_resihp.control.transport.store import StoreError
+from megatron_resihp.control.transport.store_wire import Op
 from megatron_resihp.plan import ParallelPlan, Replica
 
 RECOVERIES = 50
@@ -36,14 +43,38 @@ def test_fifty_recoveries_leave_nothing_behind(jobs: Jobs) -> None:
     arguments = tiny(train_iters=iterations, pipeline_model_parallel_size=2)
     injections = [f"rebuild:{step % 4}@{FIRST + step}:{POINTS[step % len(POINTS)]}" for step in range(RECOVERIES)]
     reference = jobs.reference(arguments, workers=4)
-    job = jobs.start([*arguments, "--resihp-inject", *injections], workers=4).wait(180.0)
+    job = jobs.start([*arguments, "--resihp-inject", *injections], workers=4)
+    keys = KeyCounts(job)
+    job.wait(180.0, meanwhile=keys.look)
 
     assert len(job.events("recovery")) == RECOVERIES
+    assert keys.most_after(RECOVERIES // 2) <= keys.most_before(RECOVERIES // 2), keys.most
     check_training(job, reference)
     # The layout is the reference's throughout, so not one bit of the state may differ.
     assert final_state(job) == final_state(reference)
     for worker in range(4):
         check_flat(resources(job, worker))
+
+
+class KeyCounts:
+    """How many keys node 0's store has, at most, after how many recoveries."""
+
+    def __init__(self, job: Job) -> None:
+        self.most: dict[int, int] = {}
+        self._job = job
+        self._store: Any = None
+
+    def look(self) -> None:
+        with suppress(StoreError):  # before its start, and at its end
+            self._store = self._store or reach(self._job.run_dir)
+            recoveries, keys = len(self._job.events("recovery")), int(self._store.connection.ask(Op.COUNT).value)
+            self.most[recoveries] = max(keys, self.most.get(recoveries, 0))
+
+    def most_before(self, recoveries: int) -> int:
+        return max(keys for number, keys in self.most.items() if number < recoveries)
+
+    def most_after(self, recoveries: int) -> int:
+        return max(keys for number, keys in self.most.items() if number >= recoveries)
 
 
 CHANGES = 50

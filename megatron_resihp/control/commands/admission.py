@@ -7,12 +7,15 @@ May import: the standard library and `control.transport`.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Final
 
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.gate import RefusedSecretError
 from megatron_resihp.control.transport.secret import Secret, UnreadableError, find_secret, is_secret_given
+from megatron_resihp.control.transport.store import Store, StoreError
 from megatron_resihp.control.transport.store_client import connect
 
 SEEN_WITHIN_S: Final = 60.0
@@ -20,21 +23,25 @@ SEEN_WITHIN_S: Final = 60.0
 LOOK_S: Final = 0.5
 
 
-def admitted(address: Address, run_dir: Path, timeout_s: float) -> Secret:
+def admitted(address: Address, run_dir: Path, timeout_s: float, check: Callable[[Store], None]) -> Secret:
     """The secret that the job at this address takes.
 
     Args:
         timeout_s: how long to wait for the job. It serves its store.
+        check: whether this node belongs to that job: a file might still say what an earlier one has written.
 
     Raises:
-        StoreError: it takes none that this process has, or does not answer.
+        StoreError: it takes none that this process has, or does not answer; or raised by `check`.
     """
     deadline = time.monotonic() + min(timeout_s, SEEN_WITHIN_S)
     while True:
         try:
             found = find_secret(run_dir)
-            connect(address, found, timeout_s).close()
+            with closing(connect(address, found, timeout_s)) as store:
+                check(store)
             return found
+        except TimeoutError as error:
+            raise StoreError(f"node 0 at {address} does not say what job it runs ({error})") from error
         except (RefusedSecretError, UnreadableError):
             if is_secret_given() or time.monotonic() > deadline:
                 raise

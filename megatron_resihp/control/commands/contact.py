@@ -18,7 +18,7 @@ from megatron_resihp.coding import Form, Tolerance, WrongValueError, decode, enc
 from megatron_resihp.control import keys
 from megatron_resihp.control.commands.claim import Owner, claimed
 from megatron_resihp.control.transport.address import Address, parse_address
-from megatron_resihp.control.transport.gate import RefusedSecretError
+from megatron_resihp.control.transport.gate import OtherProtocolError, RefusedSecretError
 from megatron_resihp.control.transport.secret import UnreadableError, find_secret
 from megatron_resihp.control.transport.store import Store, StoreError
 from megatron_resihp.control.transport.store_client import connect
@@ -84,7 +84,7 @@ def reach(run_dir: Path) -> Store:
             return store
     except RefusedSecretError as error:
         raise StoreError(f"no job runs in {run_dir} that this command may speak to: {error}") from error
-    except UnreadableError:
+    except (UnreadableError, OtherProtocolError):
         raise
     except (StoreError, TimeoutError):
         pass

@@ -15,7 +15,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Final
 
-from megatron_resihp.control.commands import torchrun_flags
+from megatron_resihp.control.commands import interface, torchrun_flags
 from megatron_resihp.control.commands.rendezvous import Rendezvous, can_be_bound, rendezvous_of
 from megatron_resihp.control.job_size import JobSize, parse_nodes
 from megatron_resihp.control.node.output import MODES
@@ -41,6 +41,7 @@ class LaunchOptions:
         nodes, late_nodes, workers_per_node: see `JobSize`.
         node: this one's rank.
         coordinator: where node 0 serves the store; None: on this machine only, at a free port.
+        interface: the network interface that this node's workers use; None: torch chooses.
         run_dir: None: a new directory in `runs`.
         logs: one of output.MODES.
         heartbeat_timeout_s: workers and nodes that are silent for longer are given up for dead.
@@ -58,6 +59,7 @@ class LaunchOptions:
     late_nodes: int = 0
     node: int = 0
     coordinator: Address | None = None
+    interface: str | None = None
     run_dir: Path | None = None
     runs: Path = RUNS
     logs: str = "file"
@@ -96,6 +98,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the others up to MAX-1 may be launched at any later time and join it (default 1)")  # fmt: skip
     add("--node-rank", type=int, metavar="RANK", help="this node's rank, from 0 (default 0)")
     add("--coordinator", metavar="HOST:PORT", help="where node 0 serves the control plane; needed for several nodes")
+    add("--interface", metavar="NAME", help="network interface that this node's workers use, for gloo and NCCL, such "
+        "as eth0 (default: torch chooses)")  # fmt: skip
     add("--run-dir", type=Path, metavar="DIR", help=f"logs and events go here (default {RUNS}/DATE-TIME)")
     add("--logs", choices=MODES, help="workers' output: RUN_DIR/logs/worker_N.log, or lines marked "
         "[wN] on standard output, or both (default file)")  # fmt: skip
@@ -152,6 +156,7 @@ def options_of(
         late_nodes=late_nodes,
         node=meeting.node,
         coordinator=_coordinator(namespace) or meeting.address,
+        interface=namespace.interface,
         run_dir=namespace.run_dir or _shared_directory(said, nodes + late_nodes, meeting),
         runs=_runs(said),
         logs=namespace.logs or ("both" if _asks_for_any(said.get("tee", "0")) else LaunchOptions.logs),
@@ -215,6 +220,8 @@ def check(options: LaunchOptions) -> None:
         raise LaunchError(f"--node-rank {options.node} is out of range; give 0 to {most_nodes - 1}")
     if most_nodes > 1 and options.coordinator is None:
         raise LaunchError("several nodes need to find each other; give all of them the same --coordinator HOST:PORT")
+    if (wrong := interface.problem(options.interface)) is not None:
+        raise LaunchError(wrong)
     if options.max_restarts < 0:
         raise LaunchError(f"--max-restarts {options.max_restarts} is no number of restarts; give 0 or more")
     if not 1 <= options.min_workers <= options.size.workers:

@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from megatron_resihp.control import exit_codes
-from megatron_resihp.control.commands import open_files
+from megatron_resihp.control.commands import interface, open_files
 from megatron_resihp.control.commands.admission import admitted
 from megatron_resihp.control.commands.claim import ClaimedError, living_owner, touched
 from megatron_resihp.control.commands.contact import FILE_NAME, Contact
@@ -44,7 +45,14 @@ from megatron_resihp.control.terminal import say, warn
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.lasting import LastingStore
 from megatron_resihp.control.transport.liveness import LivenessConnection, Watcher
-from megatron_resihp.control.transport.node_liveness import Joining, Meeting, NodeWatcher, join, records_address
+from megatron_resihp.control.transport.node_liveness import (
+    Joining,
+    Meeting,
+    NodeWatcher,
+    check_size,
+    join,
+    records_address,
+)
 from megatron_resihp.control.transport.secret import Secret, find_secret, published_secret
 from megatron_resihp.control.transport.shipping import Relay, Uplink
 from megatron_resihp.control.transport.store import Store, StoreError, reserve, wait_until_reachable
@@ -165,7 +173,8 @@ def _take_seat(options: LaunchOptions, make_event_sink: MakeEventSink, stack: Ex
         if options.node > 0:
             run_dir = make_run_dir(options)
             wait_until_reachable(address, options.connect_timeout_s)
-            admitted(address, run_dir, options.connect_timeout_s)
+            own_size = partial(check_size, node=options.node, size=options.size)
+            admitted(address, run_dir, options.connect_timeout_s, own_size)
             offered = _offered(options, run_dir, address)
             numbers = offered or options.size.slots_on(options.node)
             return _Seat(find_secret(run_dir), address, run_dir, numbers, offered is not None)
@@ -206,7 +215,6 @@ def _offered(options: LaunchOptions, run_dir: Path, address: Address) -> Sequenc
     """
     size, node = options.size, options.node
     try:
-        returning.check_size(run_dir, node, size)
         if node < size.nodes:
             return returning.take(run_dir, node)
         return returning.await_offer(run_dir, node, lambda: wait_until_reachable(address, STILL_THERE_S))
@@ -243,6 +251,7 @@ def _environment(options: LaunchOptions, seat: _Seat) -> JobEnvironment:
         heartbeat_s=options.heartbeat_s,
         stand_in=options.stand_in,
         max_restarts=options.max_restarts,
+        network=interface.variables(options.interface),
     )
 
 
@@ -340,7 +349,8 @@ def _announce(options: LaunchOptions, seat: _Seat) -> None:
     elif options.late_nodes:
         node += f" ({options.late_nodes} more may join)"
     say(f"resihp: {workers}{node}, run directory {seat.run_dir}")
-    for warning in [] if options.stand_in else warnings_of():
+    network = interface.warnings_of(options.coordinator, options.size.most_nodes, options.interface)
+    for warning in [*network, *([] if options.stand_in else warnings_of())]:
         warn(f"resihp: {warning}")
 
 

@@ -25,6 +25,7 @@ from megatron_resihp.control.coordination.actions import (
     Reopen,
     Reply,
 )
+from megatron_resihp.control.coordination.bulletin import Bulletin
 from megatron_resihp.control.coordination.door import Heard, Reported
 from megatron_resihp.control.coordination.inbox import Inbox
 from megatron_resihp.control.coordination.requests import Requests
@@ -42,8 +43,8 @@ from megatron_resihp.events.workers import WorkerDead
 from megatron_resihp.protocol import answers
 from megatron_resihp.protocol.logs import LogPage, LogsWanted
 from megatron_resihp.protocol.messages import JobStarted, NodesDown, SlowdownRequest
-from megatron_resihp.protocol.notices import NOTICES, ValidationOrder
-from megatron_resihp.protocol.published import DECISIONS, END, GO, EmergencyCheckpointOrder, EpochPlan, Go, JobEnd
+from megatron_resihp.protocol.notices import ValidationOrder
+from megatron_resihp.protocol.published import END, EmergencyCheckpointOrder, EpochPlan, Go, JobEnd
 from megatron_resihp.protocol.wire import COORDINATOR
 
 POLL_S = 0.5
@@ -60,10 +61,6 @@ TERMINATE_S = 30.0
 
 FATAL: Final = ("kill", "stop")
 """Actions of fault injections that their victim does not survive."""
-
-
-class ForeignWriterError(RuntimeError):
-    """Another writer has written to this job's store."""
 
 
 class Coordinator:
@@ -102,11 +99,11 @@ class Coordinator:
         self._store = store
         self._write_event = write_event
         self._membership = Membership(size, limits, next_plan)
+        self._bulletin = Bulletin(store)
         self._inbox = Inbox(store, self._membership.state, self._log)
         self._command = command
         self._reopen = reopen
         self._requests = requests or Requests()
-        self._notices = 0
         self._struck: dict[int, float] = {}
         self._to_do: deque[Action] = deque()
         self._doing: Action | None = None
@@ -216,20 +213,19 @@ class Coordinator:
             case Log(event):
                 self._log(event)
             case Reply(key, answer):
-                if key.startswith(keys.ANSWERS):
-                    self._store.set(key, answers.ANSWERS.write(answer, COORDINATOR))
+                self._bulletin.answer(key, answer)
             case Notify(notice):
-                self._notify(NOTICES.write(notice, COORDINATOR))
-            case EpochPlan(epoch) | EmergencyCheckpointOrder(epoch):
-                self._publish(keys.plan_key(epoch), DECISIONS.write(action, COORDINATOR))
+                self._bulletin.notify(notice)
+            case EpochPlan() | EmergencyCheckpointOrder():
+                self._bulletin.decide(action)
             case Reopen(node, workers):
                 self._reopen(node, workers)
             case AskDown(nodes):
                 self._ask_down(nodes)
             case LogsWanted() | LogPage():
                 self._write_log(action)
-            case Go(epoch):
-                self._publish(keys.go_key(epoch), GO.write(action, COORDINATOR))
+            case Go():
+                self._bulletin.go(action)
             case End(code, reason, at_once):
                 self._drain_events()
                 last = self._membership.state.plan
@@ -241,17 +237,6 @@ class Coordinator:
                 self._store.set(keys.END, END.write(end, COORDINATOR))
                 return code
         return None
-
-    def _notify(self, notice: str) -> None:
-        """Publish a notice under the first free number: what a stranger wrote under others has been read already."""
-        while self._store.set_once(keys.notice_key(self._notices), notice) != notice:
-            self._notices += 1
-        self._notices += 1
-
-    def _publish(self, key: str, text: str) -> None:
-        """Publish what binds all members. Where another writer's text is, members may have read it, and can't agree."""
-        if self._store.set_once(key, text) != text:
-            raise ForeignWriterError(f"{key!r} was in the store before the coordinator wrote it")
 
     def _drain_events(self) -> None:
         for _ in range(MOST_AT_ONCE):

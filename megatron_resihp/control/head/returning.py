@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from megatron_resihp.control.job_size import JobSize
-from megatron_resihp.control.transport.node_liveness import joined_already, unlike
+from megatron_resihp.control.transport.node_liveness import joined_already
 
 DIRECTORY: Final = "returning"
 SIZE: Final = "job_size"
@@ -89,16 +89,6 @@ def await_offer(run_dir: Path, node: int, check_node_0: Callable[[], None]) -> t
             raise RefusedError(f"{run_dir} isn't node 0's run directory; give one that all nodes share as --run-dir")
         time.sleep(LOOK_S)
     return workers
-
-
-def check_size(run_dir: Path, node: int, size: JobSize) -> None:
-    """Raises RefusedError if node 0 was told of a job of another size; where that can't be read yet, `join` checks."""
-    try:
-        told = (run_dir / DIRECTORY / SIZE).read_text()
-    except FileNotFoundError:
-        return
-    if told != str(size):
-        raise RefusedError(unlike(told, node))
 
 
 def _write(path: Path, text: str) -> None:

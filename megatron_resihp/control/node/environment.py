@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -115,6 +115,8 @@ class JobEnvironment:
     heartbeat_s: float
     stand_in: bool
     max_restarts: int = 0
+    network: Mapping[str, str] = field(default_factory=dict)
+    """Variables that say which network interface torch's groups use."""
 
     def of(self, worker: int, liveness: int, records: int, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
         """The whole environment of one worker. These descriptors are its ends of the liveness connection and of the
@@ -132,6 +134,7 @@ class JobEnvironment:
             # Connections between pairs that never talk would only be more to lose.
             "TORCH_GLOO_LAZY_INIT": "1",
             **NCCL,
+            **self.network,
             USERS_NCCL: json.dumps({name: inherited[name] for name in NCCL if name in inherited}),
             "RANK": str(slot % size.workers),
             "LOCAL_RANK": str(slot % size.workers_per_node),

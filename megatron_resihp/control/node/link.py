@@ -17,11 +17,10 @@ from megatron_resihp.control import exit_codes, keys
 from megatron_resihp.control.node.mailbox import Drained, Ending, GivenUp, coordinator_lost
 from megatron_resihp.control.slowness import Slowness
 from megatron_resihp.control.transport.liveness import LivenessConnection
-from megatron_resihp.control.transport.reader import Reader
+from megatron_resihp.control.transport.reader import NoticeReader, Reader
 from megatron_resihp.control.transport.store import Store, StoreError
 from megatron_resihp.protocol.messages import MESSAGES, Message
 from megatron_resihp.protocol.notices import (
-    NOTICES,
     DrainOrder,
     JobEnds,
     NodeReleased,
@@ -134,17 +133,14 @@ class Link:
             self._lost(error)
 
     def _listen(self) -> None:
-        number, notices = 0, Reader(NOTICES, f"agent {self.name}", "a malformed notice")
         try:
-            store = self._connect()
+            notices = NoticeReader(self._connect(), f"agent {self.name}", END_READ_S)
             while not self._closed:
-                if store.wait(keys.notice_key(number), SLICE_S):
-                    notice = notices.read(store.get(keys.notice_key(number), END_READ_S))
-                    number += 1
-                    if notice is not None:
-                        self._act_on(notice)
-                    if isinstance(notice, JobEnds):
-                        return
+                notice = notices.next(SLICE_S)
+                if notice is not None:
+                    self._act_on(notice)
+                if isinstance(notice, JobEnds):
+                    return
         except (StoreError, TimeoutError) as error:
             self._lost(error)
 

@@ -23,6 +23,7 @@ from megatron_resihp.control.transport.secure import (
     Answer,
     Challenge,
     ForeignError,
+    OtherVersionError,
     RefusedError,
     Session,
 )
@@ -40,6 +41,10 @@ PAUSE_S: Final = 0.1
 
 class RefusedSecretError(StoreError):
     """A job answers, and it has another secret."""
+
+
+class OtherProtocolError(StoreError):
+    """A job answers, and speaks another major version of the protocol."""
 
 
 @dataclass
@@ -168,6 +173,7 @@ def enter(
 
     Raises:
         RefusedSecretError: a job with another secret is there.
+        OtherProtocolError: a job of another version is.
         StoreError: something else is.
         OSError: nothing is, or it does not answer in time.
     """
@@ -186,6 +192,8 @@ def enter(
             mend = "give the run directory, or the secret, of the job that runs there"
             problem = f"the job at {address} is not the one that the secret from {secret.source} is of"
             raise RefusedSecretError(f"{problem} ({error}); {mend}") from error
+        if isinstance(error, OtherVersionError):
+            raise OtherProtocolError(f"the job at {address} {error}") from error
         if isinstance(error, ForeignError):
             raise StoreError(f"what answers at {address} is not this job ({error})") from error
         raise

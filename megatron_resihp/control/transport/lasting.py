@@ -129,6 +129,9 @@ class LastingStore:
     def delete(self, key: str) -> bool:
         return self._way.again(lambda store: store.delete(key))
 
+    def delete_all(self, beginning: str) -> None:
+        self._way.again(lambda store: store.delete_all(beginning))
+
     def clone(self) -> LastingStore:
         return LastingStore(self._way.store.clone(), self.run)
 

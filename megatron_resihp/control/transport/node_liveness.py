@@ -139,9 +139,7 @@ class Joining:
 
 def join(store: Store, joining: Joining, on_lost: Callable[[], None]) -> LivenessConnection:
     """Check that this node belongs to the job, and open its liveness connection; StoreError says why not."""
-    told = store.get(SIZE_KEY, ANSWER_S)
-    if told != str(joining.size):
-        raise StoreError(unlike(told, joining.node))
+    check_size(store, joining.node, joining.size)
     if store.add(f"launch/first_worker/{joining.first_worker}", 1) > 1:
         raise StoreError(joined_already(joining.node))
     address = parse_address(store.get(keys.LIVENESS_ADDRESS, ANSWER_S))
@@ -152,9 +150,11 @@ def join(store: Store, joining: Joining, on_lost: Callable[[], None]) -> Livenes
         raise StoreError(f"no liveness connection to node 0 at {address} ({error.strerror or error})") from error
 
 
-def unlike(told: str, node: int) -> str:
-    """Why this node can't join: node 0 was told of a job of another size."""
-    return f"node 0 was started with {told}; give node {node} the same"
+def check_size(store: Store, node: int, size: JobSize) -> None:
+    """Raises StoreError if node 0 was told of a job of another size than this node."""
+    told = store.get(SIZE_KEY, ANSWER_S)
+    if told != str(size):
+        raise StoreError(f"node 0 was started with {told}; give node {node} the same")
 
 
 def joined_already(node: int) -> str:

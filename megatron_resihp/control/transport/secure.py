@@ -7,7 +7,8 @@
 
 Proofs and keys are HMACs of both nonces, of who asks, and of the connection's purpose, so nothing that was heard on one
 connection is of use on another. Each direction has a key of its own. A frame's seal covers its place in the stream, so
-a frame that is forged, repeated, left out or moved is refused. Nothing is encrypted. May import: the standard library.
+a frame that is forged, repeated, left out or moved is refused. Nothing is encrypted. May import: the standard library
+and the protocol's version.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from collections.abc import Iterator
 from hashlib import blake2b
 from typing import Final
 
-VERSION: Final = b"resihp/1"
+from megatron_resihp.protocol.version import MAJOR
+
+GREETING: Final = b"resihp/"
+VERSION: Final = GREETING + str(MAJOR).encode()
+"""Processes of another major version of the protocol are turned away here, before they say anything."""
 NONCE: Final = 32
 PROOF: Final = 32
 WHO: Final = struct.Struct(">I")
@@ -35,6 +40,10 @@ SEAL: Final = 16
 
 class ForeignError(ValueError):
     """The other end is no part of this job; the message says why."""
+
+
+class OtherVersionError(ForeignError):
+    """The other end is of a job, and speaks another major version of the protocol."""
 
 
 class RefusedError(ForeignError):
@@ -184,10 +193,15 @@ class Answer:
             hello: HELLO_BYTES.
 
         Raises:
-            ForeignError: the server is none of a job, or of one of another version.
+            OtherVersionError: the server is of a job of another version.
+            ForeignError: it is of none.
         """
         if not hello.startswith(VERSION):
-            raise ForeignError("it is no coordinator of this version")
+            if hello.startswith(GREETING):
+                major = hello[len(GREETING) : len(VERSION)].decode(errors="replace")
+                mend = "give all nodes, and where commands are given, the same installation"
+                raise OtherVersionError(f"speaks protocol {major!r}, this process {MAJOR}; {mend}")
+            raise ForeignError("it is no coordinator")
         self._words = _Words(self._key, self._purpose, hello[len(VERSION) :] + self._nonce, self._who)
         return self._nonce + WHO.pack(self._who) + self._words.word(CLIENTS_PROOF)
 

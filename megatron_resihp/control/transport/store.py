@@ -66,6 +66,9 @@ class Store(Protocol):
         """Remove a key, and say whether it was there."""
         ...
 
+    def delete_all(self, beginning: str) -> None:
+        """Remove the keys that begin so; queues stay."""
+
     def clone(self) -> Self:
         """Open another connection to the same store."""
         ...

@@ -148,6 +148,9 @@ class StoreClient:
     def delete(self, key: str) -> bool:
         return self.connection.ask(Op.DELETE, key.encode()).said is Said.YES
 
+    def delete_all(self, beginning: str) -> None:
+        self.connection.ask(Op.DELETE_ALL, beginning.encode())
+
     def clone(self) -> StoreClient:
         return connect(self.address, self.connection.secret, CLONE_TIMEOUT_S)
 

@@ -42,6 +42,8 @@ class Op(IntEnum):
     """key → whether it was there"""
     COUNT = 10
     """→ how many keys there are"""
+    DELETE_ALL = 11
+    """what the keys begin with"""
 
 
 class Said(IntEnum):
@@ -74,6 +76,7 @@ class MalformedRequestError(ValueError):
 
 FIELDS: Final = {
     Op.SET: 2, Op.GET: 1, Op.WAIT: 1, Op.COMPARE_SET: 3, Op.ADD: 2, Op.PUSH: 2, Op.POP: 1, Op.DELETE: 1, Op.COUNT: 0,
+    Op.DELETE_ALL: 1,
 }  # fmt: skip
 """How many fields a request has, but for CHECK."""
 

@@ -10,18 +10,18 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from megatron_resihp.control import exit_codes, keys
+from megatron_resihp.control import exit_codes
 from megatron_resihp.control.slowness import Slowness
-from megatron_resihp.control.transport.reader import Reader
+from megatron_resihp.control.transport.reader import NoticeReader
 from megatron_resihp.control.transport.store import Store, StoreError
 from megatron_resihp.control.worker.errors import CoordinatorLost, EpochBroken, JobEnded
 from megatron_resihp.protocol.notices import (
-    NOTICES,
     DrainOrder,
     EpochIsBroken,
     JobEnds,
     NodeReleased,
     Notice,
+    NoticesForgotten,
     OthersFinish,
     PlanChange,
     SaveOrder,
@@ -186,8 +186,8 @@ class Heard:
             case SaveOrder(number):
                 # Orders from before a worker was there have been carried out.
                 self.to_save = 0 if self.epoch == NO_EPOCH else number
-            case NodeReleased() | DrainOrder():
-                pass  # for agents
+            case NodeReleased() | DrainOrder() | NoticesForgotten():
+                pass  # for agents, and for the reader
             case SlownessChanged():
                 self.slowness = Slowness.of(notice)
             case ValidationOrder():
@@ -245,19 +245,14 @@ class Listener:
     """
 
     def __init__(self, store: Store, worker: int, heard: Heard) -> None:
-        self._store = store
+        self._notices = NoticeReader(store, f"worker {worker}", READ_S)
         self._heard = heard
-        self._reader = Reader(NOTICES, f"worker {worker}", "a malformed notice")
         threading.Thread(target=self._listen, name="resihp-notices", daemon=True).start()
 
     def _listen(self) -> None:
-        number = 0
         try:
             while True:
-                while not self._store.wait(keys.notice_key(number), NOTICE_S):
-                    pass
-                notice = self._reader.read(self._store.get(keys.notice_key(number), READ_S))
-                number += 1
+                notice = self._notices.next(NOTICE_S)
                 if notice is not None:
                     self._heard.hear(notice)
         except (StoreError, TimeoutError) as error:

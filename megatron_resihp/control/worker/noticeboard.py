@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where workers that have lost the coordinator tell each other something: a directory that all nodes share.
 
-May import: the standard library.
+May import: the standard library and `control.shared_files`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Final
 
+from megatron_resihp.control.shared_files import text_of, texts_in
+
 LOOK_S: Final = 0.25
+SEEN_WITHIN_S: Final = 60.0
+"""A decision that another host has just made may not be seen for so long."""
 
 
 class Noticeboard:
@@ -40,13 +44,18 @@ class Noticeboard:
         while True:
             # NFS looks at a directory again once this host has changed it.
             self._written(own).replace(self._path(kind, self._me))
-            found = {int(path.stem.rpartition("_")[2]): path for path in self._directory.glob(f"{kind}_*.json")}
+            texts = texts_in(self._directory, f"{kind}_*.json")
+            found = {int(path.stem.rpartition("_")[2]): text for path, text in texts.items()} | {self._me: own}
             if found.keys() >= set(workers) or time.monotonic() >= deadline:
-                return {worker: json.loads(path.read_text()) for worker, path in sorted(found.items())}
+                return {worker: json.loads(text) for worker, text in sorted(found.items())}
             time.sleep(LOOK_S)
 
     def decide(self, decision: dict[str, Any]) -> dict[str, Any]:
-        """Propose a decision. The first proposal binds all; returns the binding one."""
+        """Propose a decision. The first proposal binds all; returns the binding one.
+
+        Raises:
+            TimeoutError: there is one, and it is not seen from here.
+        """
         path, own = self._directory / "decision.json", self._written(json.dumps(decision))
         try:
             os.link(own, path)
@@ -54,7 +63,12 @@ class Noticeboard:
             pass
         finally:
             own.unlink()
-        decided: dict[str, Any] = json.loads(path.read_text())
+        deadline = time.monotonic() + SEEN_WITHIN_S
+        while (text := text_of(path)) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{path} is not seen from here")
+            time.sleep(LOOK_S)
+        decided: dict[str, Any] = json.loads(text)
         return decided
 
     def _path(self, kind: str, worker: int) -> Path:

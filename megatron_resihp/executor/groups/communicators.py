@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All communicators of one epoch: torch's default world, the groups in it, and side groups that include standbys.
 
-May import torch and `plan`. Worker ids become torch ranks here and nowhere else.
+May import torch, `plan` and the names of the store's keys. Worker ids become torch ranks here and nowhere else.
 """
 
 import sys
@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron_resihp.control import keys
 from megatron_resihp.executor.direct.peers import NAME, GlooPeers, NcclPeers, Peers
 from megatron_resihp.executor.gloo.groups_ahead import GroupsAhead
 from megatron_resihp.executor.groups.connections import Connections
@@ -65,7 +66,7 @@ class Communicators:
             KeyError, AttributeError, TypeError: this torch makes its groups in another way.
         """
         self._patches.install_hand_over(lambda group: None if self._ahead is None else self._ahead.take_backend(group))
-        prefixed = dist.PrefixStore(f"resihp/groups-of-change/{change}/{plan_digest}", self._connected())
+        prefixed = dist.PrefixStore(f"{keys.groups_of_change(change)}{plan_digest}", self._connected())
         store = InterruptibleStore(prefixed, self._interrupted)
         return GroupsAhead(store, self._me, self.waiter)
 
@@ -90,7 +91,7 @@ class Communicators:
         if ahead is not None:
             self.connections.store = ahead.store
             return
-        prefixed = dist.PrefixStore(f"resihp/groups/{epoch}/{plan_digest}", self._connected())
+        prefixed = dist.PrefixStore(f"{keys.groups_of_epoch(epoch)}{plan_digest}", self._connected())
         self.connections.store = InterruptibleStore(prefixed, self._interrupted)
 
     def join_world(self, backend: str, order: Sequence[int], timeout: timedelta) -> None:

@@ -15,11 +15,11 @@ from urllib.parse import parse_qs, urlparse
 
 import torch.distributed as dist
 
+from megatron_resihp.control import keys
 from megatron_resihp.control.transport.store import StoreError
 from megatron_resihp.control.transport.store_client import Connection
 from megatron_resihp.control.transport.store_wire import Op, Reply, Said
 
-PREFIX = b"torch/"
 FIRST_PAUSE_S = 0.0005
 LONGEST_PAUSE_S = 0.05
 
@@ -114,7 +114,7 @@ def meet_in(open_connection: Callable[[], Connection]) -> None:
 
 
 def _key(key: str) -> bytes:
-    return PREFIX + key.encode()
+    return (keys.TORCH + key).encode()
 
 
 def _bytes(value: bytes | str) -> bytes:

@@ -50,6 +50,7 @@ from megatron_resihp.protocol.notices import (
     JobEnds,
     MatrixProduct,
     NodeReleased,
+    NoticesForgotten,
     OthersFinish,
     PlanChange,
     SaveOrder,
@@ -112,5 +113,5 @@ PUBLISHED = (
     (NOTICES, ValidationOrder(1, 0, (MatrixProduct((0, 1), 8, 8, 8),), (Transfer(0, 1, 4),))),
     (NOTICES, WorkersTakenIn(1, (5,))), (NOTICES, WorkersGivenUp((1,), "silent")),
     (NOTICES, WorkerDismissed(1, "too late")), (NOTICES, NodeReleased(0, (0, 1))), (NOTICES, SaveOrder(1)),
-    (NOTICES, OthersFinish()), (NOTICES, DrainOrder((2, 3))),
+    (NOTICES, OthersFinish()), (NOTICES, DrainOrder((2, 3))), (NOTICES, NoticesForgotten(3)),
 )  # fmt: skip

@@ -94,7 +94,7 @@ def malformed(kinds: Kinds[Any], body: Any, sender: str) -> Iterator[str]:
             yield json.dumps({**whole, "body": {**fields, name: wrong}})
             yield json.dumps({**whole, "body": {**fields, name: "x" * (MOST_CHARACTERS + 1)}})
     yield json.dumps({**whole, "body": {**fields, "weather": "sunny"}})
-    yield json.dumps({**whole, "protocol": "2.0"})
+    yield json.dumps({**whole, "protocol": "99.0"})
     yield json.dumps({**whole, "kind": "Weather"})
 
 

@@ -72,6 +72,9 @@ class ChangesByChoice:
         error = state.first_steps.failed.get(asked.work_digest)
         if error is not None and request.answer is None:  # a user may know better
             raise ChangeRefused(f"this plan has failed in the first step: {error}")
+        new = set(asked.members) - state.living
+        if apart := state.reports.links.kept_apart(new, asked.members):
+            raise ChangeRefused(apart)
         try:
             check_degrees(asked, job.known)
             mode_of(asked).check_ops(asked, job.own, job.described)
@@ -120,18 +123,36 @@ class ChangesByChoice:
             return []
         try:
             self._check_that_changes_can_be()
-            plan = self._plans.more_replicas()
-        except (ChangeRefused, NoPlanError):
+        except ChangeRefused:
             return []
+        kept_out, told = self._kept_out()
+        try:
+            plan = self._plans.more_replicas(state.joining.waiting - kept_out.keys())
+        except NoPlanError:
+            return told
         if plan.work_digest in state.first_steps.failed:
-            return []
+            return told
         taken = sorted(state.joining.waiting.intersection(plan.working))
         why = arrival(taken, job.size.slots)
         try:
             check_memory(plan, state.plan_and_shape[0], job.own, job.known)
         except PlanError as error:
-            return [Log(replanning.ChangeRefused(why=why, reason=str(error)))]
-        return self._begin(self._next_change(plan, why)) if taken else []
+            return [*told, Log(replanning.ChangeRefused(why=why, reason=str(error)))]
+        return told + (self._begin(self._next_change(plan, why)) if taken else [])
+
+    def _kept_out(self) -> tuple[dict[int, str], list[Action]]:
+        """Joining workers that a bad link keeps out, each with why; and what the log is told."""
+        state, found = self._state, dict[int, str]()
+        others = set(state.living)
+        for worker in sorted(state.joining.waiting):
+            if apart := state.reports.links.kept_apart([worker], others):
+                found[worker] = apart
+            else:
+                others.add(worker)
+        if not found:
+            return {}, []
+        why = arrival(sorted(found), state.job.size.slots)
+        return found, [Log(replanning.ChangeRefused(why=why, reason=min(found.values())))]
 
     # ---- nodes and workers that leave
 

@@ -2,6 +2,7 @@
 """Links that fail while both ends live: which have, and which side to do without. Pure; imports the standard library.
 
 Two nodes may reach node 0 and not each other. No worker is dead then, and the same plan would fail again and again.
+Two nodes whose link has failed too often are kept apart for a while, whatever workers they have meanwhile.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Final
 
 FAILURES: Final = 2
 """One failure may be a passing fault. Two workers that can't meet after so many broken epochs can't work together."""
+GOOD_S: Final = 3600.0
+"""A link that has not failed for so long is good again: what failed before does not count any more."""
 
 
 @dataclass(frozen=True)
@@ -30,16 +33,21 @@ class Separated:
 
 @dataclass
 class FailedLinks:
-    """The failed links of one job, since a worker last died.
+    """The failed links of one job.
 
     Attributes:
         node_of: tells a worker's node.
         left_out: workers that were.
+        good_in: pairs of nodes that are kept apart → seconds until their link is good again.
     """
 
     node_of: Callable[[int], int]
     left_out: set[int] = field(default_factory=set)
+    good_in: dict[tuple[int, int], float] = field(default_factory=dict)
     _failures: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """Pair of workers → how often their link failed, since a worker last died."""
+    _forgotten_in: dict[tuple[int, int], float] = field(default_factory=dict)
+    """Pair of workers with failures → seconds until these don't count any more."""
     _epoch: int = -1
 
     def note(self, epoch: int, unreachable: Mapping[int, Collection[int]]) -> None:
@@ -48,12 +56,44 @@ class FailedLinks:
             return
         self._epoch = epoch
         pairs = {(min(pair), max(pair)) for one, others in unreachable.items() for pair in ((one, o) for o in others)}
-        self._failures.update(pair for pair in pairs if self.node_of(pair[0]) != self.node_of(pair[1]))
+        for pair in pairs:
+            if (nodes := self._nodes(pair)) is None:
+                continue
+            self._failures[pair] += 1
+            self._forgotten_in[pair] = GOOD_S
+            if self._failures[pair] >= FAILURES or nodes in self.good_in:
+                self.good_in[nodes] = GOOD_S
 
     def forget(self, died: Collection[int]) -> None:
-        """Forget earlier failures after a death of another kind: it may have caused them."""
+        """Forget single failures after a death of another kind: it may have caused them."""
         if not self.left_out.issuperset(died):
             self._failures.clear()
+            self._forgotten_in.clear()
+
+    def passed(self, seconds: float) -> bool:
+        """So much time has passed; whether a link is good again by now."""
+        for pair in _run_down(self._forgotten_in, seconds):
+            del self._failures[pair]
+        return bool(_run_down(self.good_in, seconds))
+
+    def kept_apart(self, workers: Collection[int], others: Collection[int]) -> str:
+        """Why one of these workers can't be in a plan with the others, in words; empty: all can."""
+        for nodes, left_s in sorted(self.good_in.items()):
+            here, there = ([self._at(node, group) for node in nodes] for group in (workers, others))
+            if (here[0] and there[1]) or (here[1] and there[0]):
+                return (
+                    f"nodes {nodes[0]} and {nodes[1]} have failed to reach each other {FAILURES} times or more, and "
+                    f"are kept apart until their link has been good for {GOOD_S:g} s, {left_s:.0f} s from now"
+                )
+        return ""
+
+    def _at(self, node: int, workers: Collection[int]) -> bool:
+        return any(self.node_of(worker) == node for worker in workers)
+
+    def _nodes(self, pair: tuple[int, int]) -> tuple[int, int] | None:
+        """The nodes of two workers; None: they are on one."""
+        first, second = sorted(map(self.node_of, pair))
+        return None if first == second else (first, second)
 
     def separated(self, living: Collection[int], capacity: Callable[[frozenset[int]], int | None]) -> Separated | None:
         """What to do about links that have failed too often.
@@ -63,7 +103,8 @@ class FailedLinks:
         """
         sides: dict[tuple[int, int], tuple[set[int], set[int]]] = {}
         for (one, other), times in self._failures.items():
-            if times >= FAILURES and one in living and other in living:
+            often = times >= FAILURES or self._nodes((one, other)) in self.good_in
+            if often and one in living and other in living:
                 ends = sorted((one, other), key=self.node_of)
                 pair = sides.setdefault((self.node_of(ends[0]), self.node_of(ends[1])), (set(), set()))
                 for side, end in zip(pair, ends, strict=True):
@@ -86,3 +127,13 @@ class FailedLinks:
     def _named(self, workers: Collection[int]) -> str:
         numbers = ", ".join(map(str, sorted(workers)))
         return f"worker{'s' if len(workers) > 1 else ''} {numbers} (node {self.node_of(min(workers))})"
+
+
+def _run_down(seconds_left: dict[tuple[int, int], float], passed_s: float) -> list[tuple[int, int]]:
+    """Take time off; what has run out is removed and returned."""
+    for pair in seconds_left:
+        seconds_left[pair] -= passed_s
+    over = [pair for pair, left_s in seconds_left.items() if left_s <= 0]
+    for pair in over:
+        del seconds_left[pair]
+    return over

@@ -33,7 +33,7 @@ class Membership:
         self.state = State(Job(size), limits or Limits())
         plans = Plans(self.state, next_plan)
         self._ends = Ends(self.state, plans)
-        changes = ChangesByChoice(self.state, plans, self._ends)
+        self._changes = changes = ChangesByChoice(self.state, plans, self._ends)
         self._epochs = Epochs(self.state, plans, self._ends, changes)
         self._workers = WorkerMessages(self.state, self._ends, changes, self._epochs)
         self._agents = AgentMessages(self.state, self._ends, changes, self._epochs, self._workers)
@@ -55,12 +55,14 @@ class Membership:
         return self._agents.handle(message, now)
 
     def tick(self, passed_s: float, now: float) -> list[Action]:
-        """Give up the workers that a bounded wait has run out for.
+        """Give up the workers that a bounded wait has run out for, and take in those that a bad link kept out.
 
         Args:
             passed_s: since the last call, as far as messages of that time have been handled.
         """
-        return self._wait_over(passed_s, now) + self._drains_over(passed_s, now)
+        good_again = self.state.reports.links.passed(passed_s)
+        over = self._wait_over(passed_s, now) + self._drains_over(passed_s, now)
+        return over + (self._changes.grow() if good_again else [])
 
     def _wait_over(self, passed_s: float, now: float) -> list[Action]:
         """The wait of this phase."""

@@ -63,15 +63,15 @@ class Plans:
             raise NoPlanError(f"{len(held)} are left, fewer than --min-workers {fewest}")
         self.optimizer.require_all(held)
 
-    def more_replicas(self) -> ParallelPlan:
-        """The uniform plan for all members and all joining workers that wait.
+    def more_replicas(self, joining: set[int]) -> ParallelPlan:
+        """The uniform plan for all members and these joining workers.
 
         Raises:
             NoPlanError.
         """
         first = self._state.first
         assert first is not None
-        survivors = self.survivors(self.held_by(self._state.living) | self._state.joining.held())
+        survivors = self.survivors(self.held_by(self._state.living) | self._state.joining.held(joining))
         return first_again(first, survivors) or uniform_plan(survivors)[0]
 
     def capacity_without(self, workers: frozenset[int]) -> int | None:

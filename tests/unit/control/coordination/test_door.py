@@ -49,7 +49,7 @@ from megatron_resihp.protocol.notices import (
     WorkersGivenUp,
 )
 from megatron_resihp.protocol.published import END, JobEnd
-from megatron_resihp.protocol.version import VERSION
+from megatron_resihp.protocol.version import MAJOR, MINOR, VERSION
 from megatron_resihp.protocol.wire import MalformedError
 
 SIZE = JobSize(2, 2)
@@ -70,7 +70,7 @@ BAD_TEXTS = (
     "[" * 100_000, "9" * 5000,
     of_json("ScriptEnded"), of_json("ScriptEnded", worker="1"), of_json("ScriptEnded", worker=True),
     of_json("ScriptEnded", worker=-1), of_json("ScriptEnded", worker=4711),
-    of_json("ScriptEnded", worker=1).replace(f'"{VERSION}"', '"2.0"'),
+    of_json("ScriptEnded", worker=1).replace(f'"{VERSION}"', '"99.0"'),
     of_json("ProcessExited", worker=1, code=-9), of_json("ProcessExited", worker=1, code=-9, time=math.nan, cause=None),
     of_json("Ready", worker=1, epoch=0), written(NodeLost(2, "", 1.0)), written(WorkerRestarted(1, 4711, 1.0)),
     of_json("StopRequest", signal="TERM", time=1), of_json("SurvivorReport", worker=1, epoch=0, record={}, held=[]),
@@ -116,6 +116,28 @@ def test_each_message_that_somebody_sends_gets_through() -> None:
         else:
             assert read(written(message)) == message
     assert {type(message) for message in TOLD} == set(MESSAGES.classes)
+
+
+def newer(text: str) -> str:
+    """As a process of a later minor version writes it, which knows one more field."""
+    letter = json.loads(text)
+    body = {**letter["body"], "mood": "good"}
+    return json.dumps({**letter, "protocol": f"{MAJOR}.{MINOR + 1}", "body": body})
+
+
+def test_agents_and_workers_of_a_later_minor_version_are_served() -> None:
+    for message in TOLD:
+        assert read(newer(written(message))) == read(written(message))
+
+
+def test_what_a_coordinator_of_a_later_minor_version_says_is_heard() -> None:
+    store = Memory()
+    store.set(keys.notice_key(0), newer(NOTICES.write(WorkersGivenUp((1,), "silent"), "the coordinator")))
+    store.set(keys.END, newer(END.write(JobEnd(7, "enough", 1.0), "the coordinator")))
+    given_up, heard = queue.SimpleQueue[GivenUp](), queue.SimpleQueue[Ending]()
+    agent = link.Link(lambda: store, lambda store: None, heard.put, lambda slowness: None, given_up.put)  # type: ignore[arg-type,return-value]
+    assert given_up.get(timeout=HEARD_S).workers == {1} and heard.get(timeout=HEARD_S).code == 7
+    agent.close(HEARD_S)
 
 
 @pytest.mark.parametrize("text", BAD_TEXTS, ids=lambda text: text[:60])

@@ -57,12 +57,3 @@ def test_offers_of_an_earlier_job_are_forgotten(tmp_path: Path) -> None:
     returning.offer(tmp_path, 1, (2, 3))
     returning.begin(tmp_path, JobSize(1, 2, late_nodes=1))
     assert returning.take(tmp_path, 1) is None
-
-
-def test_a_node_that_was_told_of_another_job_is_refused(tmp_path: Path) -> None:
-    returning.check_size(tmp_path, 1, JobSize(2, 2))  # nothing is said yet
-    returning.begin(tmp_path, JobSize(1, 2, late_nodes=1))
-    returning.check_size(tmp_path, 1, JobSize(1, 2, late_nodes=1))
-    for other in (JobSize(2, 2), JobSize(1, 2, late_nodes=2), JobSize(1, 4, late_nodes=1)):
-        with pytest.raises(returning.RefusedError, match="--nnodes 1:2 --nproc-per-node 2; give node 1 the same"):
-            returning.check_size(tmp_path, 1, other)

@@ -15,6 +15,7 @@ from megatron_resihp.control.transport.secure import (
     Challenge,
     ForeignError,
     ForgedError,
+    OtherVersionError,
     RefusedError,
     Session,
 )
@@ -64,8 +65,13 @@ def test_a_server_that_sends_the_clients_own_proof_back_is_refused() -> None:
 
 
 def test_another_program_is_no_server() -> None:
-    with pytest.raises(ForeignError, match="no coordinator of this version"):
+    with pytest.raises(ForeignError, match="no coordinator"):
         Answer(KEY, "store", LARGEST).to(b"HTTP/1.1 400 Bad Request".ljust(HELLO_BYTES))
+
+
+def test_a_server_of_another_version_is_named_and_told_nothing() -> None:
+    with pytest.raises(OtherVersionError, match=r"speaks protocol '1', this process 2; give all nodes.* the same inst"):
+        Answer(KEY, "store", LARGEST).to(b"resihp/1".ljust(HELLO_BYTES))
 
 
 @pytest.mark.parametrize("place", [0, 40, ANSWER_BYTES - 1], ids=["nonce", "who or proof", "proof"])

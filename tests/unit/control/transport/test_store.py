@@ -40,6 +40,15 @@ def test_values_are_seen_by_other_connections(store: StoreClient) -> None:
     assert other.delete("key") and not store.check("key") and not store.delete("key")
 
 
+def test_all_keys_that_begin_alike_are_deleted(store: StoreClient) -> None:
+    for key in ("epoch/1/a", "epoch/1/b", "epoch/10/a", "other"):
+        store.set(key, "value")
+    store.push("epoch/1/queue", "stays")
+    store.clone().delete_all("epoch/1/")
+    assert [store.check(key) for key in ("epoch/1/a", "epoch/1/b", "epoch/10/a", "other")] == [False, False, True, True]
+    assert store.pop("epoch/1/queue", SHORT_S) == "stays"
+
+
 def test_what_does_not_come_in_time(store: StoreClient) -> None:
     started = time.monotonic()
     assert not store.wait("key", SHORT_S)

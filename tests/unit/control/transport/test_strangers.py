@@ -1,5 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What strangers without the secret, and those with an old one, can do at the ports of a job: nothing."""
+"""What strangers without the secret, and those with an old one, can do at the ports of a job: nothing.
+
+| attack | test |
+| --- | --- |
+| random bytes, huge lengths, unfinished frames | `test_what_strangers_say_is_not_heard` |
+| forged ends, notices, exits, failures, stops, plans, slowdowns; garbage; a plan in advance; stolen messages; endless
+  keys; a value in a queue's place | `test_what_would_do_harm_does_nothing_from_a_stranger` |
+| one byte at a time | `test_who_does_not_answer_has_to_go` |
+| many that say nothing | `test_few_wait_for_an_answer_however_many_come`, `test_a_crowd_from_one_host_…`,
+  `test_the_store_serves_on_while_a_crowd_says_nothing` |
+| silent liveness connections, second greetings | `test_no_stranger_counts_as_a_node_…` |
+| forged measurements | `test_records_are_taken_from_the_job_only` |
+| an old run's worker | `test_an_old_runs_worker_at_a_new_runs_address_does_nothing_there` |
+| changed or repeated frames | `test_a_frame_that_is_changed_or_repeated_…` |
+
+`tests/integration/test_attacks.py` has a running job take all of them, and 10,000 silent connections.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +29,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
+from attacks import REQUESTS, STALE, plainly, with_a_stale_secret
 from served import Served, serving
 
 from megatron_resihp.control import keys
@@ -30,7 +47,6 @@ from megatron_resihp.control.transport.store_client import connect
 from megatron_resihp.control.transport.store_wire import LARGEST, PURPOSE, Op, Request, write_request
 
 WAIT_S = 10.0
-STALE = Secret("an old run's secret")
 PLAIN = write_request(Request(Op.SET, (keys.END.encode(), b"forged")))
 
 
@@ -75,6 +91,38 @@ def test_what_strangers_say_is_not_heard(served: Served, said: bytes) -> None:
         assert is_ended(sock)
     store = served.connect()
     assert not store.check(keys.END) and store.get("key", WAIT_S) == "value"
+
+
+@pytest.mark.parametrize("attack", REQUESTS)
+def test_what_would_do_harm_does_nothing_from_a_stranger(served: Served, attack: str) -> None:
+    """Neither without a secret nor with an old one: what the store holds stays as it is."""
+    store = served.connect()
+    store.push(keys.INBOX, "a real message")
+    before = int(store.connection.ask(Op.COUNT).value)
+    for said in plainly(REQUESTS[attack]):
+        with stranger(served.address) as sock:
+            with suppress(ConnectionError):
+                sock.sendall(said)
+            assert is_ended(sock)
+    with suppress(ConnectionError), with_a_stale_secret(served.address, REQUESTS[attack], WAIT_S) as sock:
+        assert is_ended(sock)
+    assert int(store.connection.ask(Op.COUNT).value) == before and store.get("key", WAIT_S) == "value"
+    assert store.pop(keys.INBOX, 0.0) == "a real message" and store.pop(keys.INBOX, 0.0) is None
+
+
+@pytest.mark.parametrize("attack", REQUESTS)
+def test_the_same_from_the_job_itself_is_carried_out(served: Served, attack: str) -> None:
+    """Or the test above could not fail; what is too large ends the connection of whoever sends it."""
+    store, request = served.connect(), REQUESTS[attack]
+    store.push(keys.INBOX, "a real message")
+    before = int(store.connection.ask(Op.COUNT).value)
+    if attack in ("an endless key", "a huge value"):
+        with pytest.raises(StoreError):
+            store.connection.ask(request.op, *request.fields)
+        return
+    store.connection.ask(request.op, *request.fields)
+    left = [text for _ in range(3) if (text := store.pop(keys.INBOX, 0.0)) is not None]
+    assert int(store.connection.ask(Op.COUNT).value) != before or left != ["a real message"]
 
 
 def test_an_old_runs_secret_is_refused_with_one_line(served: Served) -> None:

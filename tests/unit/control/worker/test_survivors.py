@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_resihp.coding import decode, encode
+from megatron_resihp.control import shared_files
 from megatron_resihp.control.coordination.record import NoCommitError
+from megatron_resihp.control.worker import noticeboard
 from megatron_resihp.control.worker.noticeboard import Noticeboard
 from megatron_resihp.control.worker.survivors import Decision, Standing, awaited, decide, missing, part_of
 from megatron_resihp.plan import Coordinate, Shard
@@ -96,6 +100,60 @@ def test_nobody_waits_for_workers_that_died_with_node_0() -> None:
 def test_what_is_missing_is_named() -> None:
     saved = [Coordinate(0, 0), Coordinate(1, 1)]
     assert missing(saved, stages=2, tensor_parallel=2) == [Coordinate(0, 1), Coordinate(1, 0)]
+
+
+class LateFiles:
+    """A file system of several nodes as one of them sees it: each file late, and some replaced while they are read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, looks: int) -> None:
+        self._looks: Counter[str] = Counter()
+        self._late = looks
+        self._read, self._names = shared_files.read, shared_files.names
+        monkeypatch.setattr(shared_files, "read", self.read)
+        monkeypatch.setattr(shared_files, "names", self.names)
+
+    def read(self, path: Path) -> str:
+        if self._is_early(f"read {path.name}"):
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return self._read(path)
+
+    def names(self, directory: Path, pattern: str) -> list[Path]:
+        return [path for path in self._names(directory, pattern) if not self._is_early(f"see {path.name}")]
+
+    def _is_early(self, what: str) -> bool:
+        self._looks[what] += 1
+        return self._looks[what] <= self._late
+
+
+def test_survivors_agree_on_a_file_system_that_shows_late_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(noticeboard, "LOOK_S", 0.0)
+    boards = [Noticeboard(tmp_path / "board", worker) for worker in (2, 3)]
+    for board, note in zip(boards, ({"at": 6}, {"at": 7}), strict=True):
+        board.pin("record", note)
+    LateFiles(monkeypatch, looks=3)
+    for board in boards:
+        assert board.gather("record", {2, 3}, timeout_s=60.0) == {2: {"at": 6}, 3: {"at": 7}}
+    assert boards[0].decide({"by": 2}) == boards[1].decide({"by": 3}) == {"by": 2}
+
+
+def test_a_note_of_ones_own_counts_though_it_is_not_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    board = Noticeboard(tmp_path / "board", 2)
+    board.pin("record", {"at": 6})
+    monkeypatch.setattr(shared_files, "names", lambda directory, pattern: [])
+    assert board.gather("record", {2, 3}, timeout_s=0.0) == {2: {"at": 6}}
+
+
+def test_a_decision_that_is_never_seen_is_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(noticeboard, "SEEN_WITHIN_S", 0.0)
+    monkeypatch.setattr(noticeboard, "LOOK_S", 0.0)
+    board = Noticeboard(tmp_path / "board", 2)
+    LateFiles(monkeypatch, looks=10**9)
+    with pytest.raises(TimeoutError, match="is not seen from here"):
+        board.decide({"by": 2})
 
 
 def test_the_first_decision_binds_all(tmp_path: Path) -> None:
