@@ -8,8 +8,8 @@ from typing import Final
 
 MAJOR: Final = 1
 """Another one means other things by the same fields: it is refused."""
-MINOR: Final = 3
-"""Goes up with every new field, which needs a default."""
+MINOR: Final = 4
+"""Goes up with every new field, which needs a default, and every new kind of message."""
 VERSION: Final = f"{MAJOR}.{MINOR}"
 
 
