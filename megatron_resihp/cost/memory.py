@@ -115,6 +115,21 @@ def memory_of(plan: ParallelPlan, model: Model, training: Training, kept_until_w
     return used
 
 
+def state_in_both(one: ParallelPlan, other: ParallelPlan, model: Model, training: Training) -> dict[int, int]:
+    """Bytes of weights, gradients and optimizer of the shards that a worker has under both plans, if it has any.
+
+    Raises:
+        PlanError: as of `memory_of`.
+    """
+    one, other = (replace(each, replicas=tuple(with_layers(r, model) for r in each.replicas)) for each in (one, other))
+    accountant = _Accountant(model, training, one.replicas, 1.0)
+    both = {w: set(one.shards_of(w)) & set(other.shards_of(w)) for w in one.members if w in other.members}
+    try:
+        return {worker: accountant.of_state(sorted(shards)).state for worker, shards in both.items() if shards}
+    except ShardError as error:
+        raise PlanError(str(error)) from None
+
+
 @dataclass(frozen=True)
 class LayerBytes:
     """Bytes that each layer takes on the tensor-parallel member with the largest share, each [layers].

@@ -8,7 +8,7 @@ from typing import Final
 
 from megatron_resihp.config import MEMORY_RESERVE
 from megatron_resihp.cost.layers import Model
-from megatron_resihp.cost.memory import MemoryUse, memory_of
+from megatron_resihp.cost.memory import MemoryUse, memory_of, state_in_both
 from megatron_resihp.cost.training import Training
 from megatron_resihp.plan import ParallelPlan, PlanError
 
@@ -24,7 +24,8 @@ def peak_of_change(
     before: ParallelPlan, after: ParallelPlan, model: Model, training: Training, host: int = 0
 ) -> dict[int, int]:
     """Bytes of state on the device of each worker of the next plan during the change. The old state stays until all
-    workers are ready: on the device, or in host memory where it fits there.
+    workers are ready: on the device, or in host memory where it fits there. Shards that stay are taken over, so they
+    are there once, but not where they are parts of a distributed optimizer.
 
     A worker without work keeps its state and builds nothing.
 
@@ -36,12 +37,14 @@ def peak_of_change(
         PlanError: a plan's layers differ from the model's, or members of a stage cannot share a layer.
     """
     held, wanted = (memory_of(plan, model, training) for plan in (before, after))
+    stay = {} if training.distributed_optimizer else state_in_both(before, after, model, training)
     working, peak = set(after.working), dict[int, int]()
     for worker in after.members:
         old = held.get(worker, _NOTHING)
         new = wanted[worker] if worker in working else _NOTHING
         moves = old.state - old.gradients <= host
-        peak[worker] = max(old.state, new.state) if moves else old.state + new.state
+        together = 0 if moves else old.state + new.state - stay.get(worker, 0)
+        peak[worker] = max(old.state, new.state, together)
     return peak
 
 

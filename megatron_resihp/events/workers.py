@@ -33,8 +33,9 @@ class WorkerDead(Event):
     cause: Annotated[
         str,
         '"exit signal 9", "no heartbeat for 5.0 s", "connection lost", "fenced itself" (it was cut off and ended), '
-        '"did not report within 60 s", "node lost: …"; of one not taken in yet also why it ended. Where that is known, '
-        'first why: "fault injection, …", "out-of-memory killer, …", or its last words',
+        '"did not hear within 10.1 s that the epoch is broken", "did not report within 60 s", "node lost: …"; of one '
+        'not taken in yet also why it ended. Where that is known, first why: "fault injection, …", "out-of-memory '
+        'killer, …", or its last words',
     ]
     died_at: Annotated[float | None, "best known time of death, in Unix seconds"] = None
     noticed_at: Annotated[float | None, "when the coordinator knew"] = None

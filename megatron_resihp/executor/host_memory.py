@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host memory for what crosses between a device and gloo: pinned, used again and again, copied on streams of its own.
 
-A copy to or from pageable memory holds up the host and goes through a small buffer of the driver's. May import torch.
+A copy to or from pageable memory holds up the host and goes through a small buffer of the driver's. Pinned memory can't
+be swapped, so there must not be too much of it: where the host gives no more, pageable memory is slower and does as
+well, and what an epoch has used is given back before the next one. May import torch and `groups.errors`.
 """
 
 import functools
+import sys
 import threading
 from typing import Any, Protocol
 
 import torch
+
+from megatron_resihp.executor.groups.errors import is_out_of_memory
 
 
 class Moment(Protocol):
@@ -26,6 +31,10 @@ class Copies(Protocol):
         """So many bytes of host memory."""
         ...
 
+    def give_back(self) -> None:
+        """Let the system have the host memory that is out of use."""
+        ...
+
     def out(self, source: torch.Tensor, target: torch.Tensor) -> Moment:
         """Begin to copy to the host what the device's work so far leaves in `source`."""
         ...
@@ -40,9 +49,21 @@ class CudaCopies:
 
     def __init__(self) -> None:
         self._out, self._back = torch.cuda.Stream(), torch.cuda.Stream()
+        self._told = False
 
     def allocate(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        try:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            if not self._told:
+                print(f"resihp: no more pinned memory for {size >> 20} MiB, so copies are slower", file=sys.stderr)
+            self._told = True
+            return torch.empty(size, dtype=torch.uint8)
+
+    def give_back(self) -> None:
+        torch._C._host_emptyCache()
 
     def out(self, source: torch.Tensor, target: torch.Tensor) -> Moment:
         return _copy_on(self._out, source, target, on_device=source)
@@ -65,7 +86,8 @@ def _copy_on(stream: Any, source: torch.Tensor, target: torch.Tensor, on_device:
 class HostMemory:
     """The host memory through which a device's tensors cross. It may be used by several threads.
 
-    Buffers have sizes that are powers of two, and are never given up: an iteration needs what the one before it needed.
+    Buffers have sizes that are powers of two, and are kept for an epoch: an iteration needs what the one before it
+    needed, and no more of them are made than are in use at once.
 
     Args:
         copies: of the device; None: its tensors are in host memory, and nothing has to be copied.
@@ -99,6 +121,13 @@ class HostMemory:
             buffer = torch.empty(0, dtype=torch.uint8).set_(host.untyped_storage())
             with self._lock:
                 self._free.setdefault(buffer.numel(), []).append((buffer, last_use))
+
+    def give_back(self) -> None:
+        """An epoch is over, and another plan needs other sizes. torch keeps a buffer until its last copy is over."""
+        if self._copies is not None:
+            with self._lock:
+                self._free.clear()
+            self._copies.give_back()
 
     def copy_out(self, source: torch.Tensor, target: torch.Tensor) -> Moment | None:
         """Begin to copy to the host; None: it is done."""

@@ -255,6 +255,16 @@ class HeartbeatsMissing:
 
 
 @dataclass(frozen=True)
+class NoticeUnheard:
+    """A worker has shown no life for so long since it was to hear that this epoch is broken."""
+
+    worker: Worker
+    epoch: Epoch
+    silence_s: Seconds
+    time: UnixTime
+
+
+@dataclass(frozen=True)
 class ConnectionLost:
     """A worker has closed its liveness connection."""
 
@@ -323,8 +333,8 @@ WordOfWorker = (
     | GroupsPrepared | TrainingFinished | EmergencyCheckpointWritten | ScriptEnded | ScriptFailed | LogsWanted | LogPage
 )  # fmt: skip
 WordOfAgent = (
-    ProcessExited | HeartbeatsMissing | ConnectionLost | WorkerRestarted | NodeLost | NodesDown | StopRequest
-    | LeaveRequest | SaveRequest
+    ProcessExited | HeartbeatsMissing | NoticeUnheard | ConnectionLost | WorkerRestarted | NodeLost | NodesDown
+    | StopRequest | LeaveRequest | SaveRequest
 )  # fmt: skip
 WordOfCommand = PlanRequest | DrainRequest | EndRequest
 Message = WordOfWorker | WordOfAgent | WordOfCommand | SlowdownRequest | EventsReported

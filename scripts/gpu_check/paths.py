@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast state and gradients cross: copies, the digest, a transfer between workers. Imports the plugin and torch."""
+"""How fast state and gradients cross: copies, the digest, a transfer and a sum between workers.
+
+Imports the plugin and torch.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,14 @@ from setting import Row, Setting
 from megatron_resihp.executor.digest import digest_tensors
 from megatron_resihp.executor.groups.side_group import SideGroup
 from megatron_resihp.executor.groups.waiting import Waiter
+from megatron_resihp.executor.slice_sums import Bucket, sum_gradients
 from megatron_resihp.executor.transfer import receive_tensors, send_tensors
+from megatron_resihp.plan.slices import Slice
 
 CASES: Final = {
     "on-device": "a copy on the device", "to-host": "into pageable memory", "to-pinned": "into pinned memory",
     "from-host": "out of pageable memory", "from-pinned": "out of pinned memory", "digest": "of a state",
-    "transfer": "of a state between two workers of one machine",
+    "transfer": "of a state between two workers of one machine", "sum": "of gradients of two such workers",
 }  # fmt: skip
 BYTES: Final = 1 << 30
 REHEARSED_BYTES: Final = 1 << 22
@@ -43,7 +48,7 @@ def run(setting: Setting) -> Iterator[Row]:
     def measure(name: str) -> Row:
         way = ways.get(name)
         if way is None:
-            return _transfer(state, device)
+            return _transfer(state, device) if name == "transfer" else _sum(state)
         seconds = fastest(way, device)
         same = name == "digest" or torch.equal({"to-host": host, "to-pinned": pinned}.get(name, target), state.to(
             "cpu" if name.startswith("to-") else device))  # fmt: skip
@@ -82,3 +87,21 @@ def _transfer(state: torch.Tensor, device: torch.device) -> Row:
     seconds = time.monotonic() - start
     same = digest_tensors(received) == digest_tensors({"w": state})
     return {"ok": same, "gb_per_s": round(state.nbytes / seconds / 1e9, 2)}
+
+
+def _sum(state: torch.Tensor) -> Row:
+    """Sum gradients as unlike replicas do by default, through host memory and gloo; here in two threads."""
+    store, piece = dist.HashStore(), Slice(0, 0)
+    gradients = [state.clone(), state.clone()]
+
+    def add(worker: int) -> None:
+        group = SideGroup(store, "sums", (0, 1), worker, Waiter(lambda: False))
+        sum_gradients([Bucket((piece,), group)], {piece: [("w", gradients[worker])]}, {piece})
+
+    start = time.monotonic()
+    other = threading.Thread(target=add, args=(1,))
+    other.start()
+    add(0)
+    other.join()
+    same = all(torch.equal(each, 2 * state) for each in gradients)
+    return {"ok": same, "gb_per_s": round(state.nbytes / (time.monotonic() - start) / 1e9, 2)}

@@ -144,6 +144,11 @@ class Job:
         (self.run_dir / "wishes").mkdir(parents=True, exist_ok=True)
         (self.run_dir / "wishes" / what).touch()
 
+    def await_wish(self, what: str, timeout_s: float = JOB_S) -> None:
+        """Wait until the script has made this file among the wishes."""
+        made = (self.run_dir / "wishes" / what).exists
+        assert self.nursery.serve_until(made, time.monotonic() + timeout_s), f"no {what}\n{self.tails()}"
+
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the launcher."""
         assert self.pid is not None

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from typing import Any
 
@@ -178,6 +179,26 @@ def test_a_stopped_worker_is_given_up_and_ends_itself(jobs: Jobs, layout: dict[s
     job.wish("go_on")
     check_training(job.wait(), reference)
     assert [death.worker for death in job.summary.deaths] == [1]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("wish", ["grip-1-3", "hold-1-3"], ids=["a call keeps the lock", "stopped"])
+def test_others_do_not_wait_for_a_worker_that_can_not_hear(jobs: Jobs, wish: str) -> None:
+    """No thread of it runs, so none hears that another's death has broken the epoch. Its agent ends it."""
+    reference = jobs.reference(tiny(**PIPELINE), workers=4)
+    job = jobs.start(tiny(**PIPELINE), workers=4, script=WISHING, wishes=[wish], notice_timeout_s=3.0)
+    job.await_event("iteration", iteration=2)
+    job.await_wish("begun-1-3")
+    if wish.startswith("hold"):
+        os.kill(job.worker_pids()[1], signal.SIGSTOP)
+    os.kill(job.worker_pids()[2], signal.SIGKILL)
+    check_training(job.wait(), reference)
+    deaths = {death["dead"]: death["cause"] for death in job.events("worker_dead")}
+    assert deaths.keys() == {1, 2}
+    assert re.fullmatch(r"did not hear within 3\.\d s that the epoch is broken", deaths[1]), deaths
+    assert job.exits()[1] == -signal.SIGKILL
+    [recovery] = job.events("recovery")
+    assert recovery["resumed_at"] - recovery["broken_at"] < 20.0, "they have waited for missing heartbeats"
 
 
 def test_the_script_of_this_project_is_what_ran(jobs: Jobs) -> None:

@@ -2,7 +2,9 @@
 """scripts/pretrain_gpt.py with a forward step that does what files in RUN_DIR/wishes ask for: ACTION-WORKER-ITERATION.
 
 Actions: `oom` and `error` raise, `nan` spoils the output, `spoil` its gradient only, `hold` waits for the file `go_on`
-or, in iteration 7, for `go_on-7`, and `uncarried` lets the way between devices fail from then on. `ACTION-degree-2` is
+or, in iteration 7, for `go_on-7`, and `uncarried` lets the way between devices fail from then on. `grip` keeps the
+interpreter's lock, as a call does that hangs behind a dead peer's kernel: no other thread runs. `hold` and `grip` make
+the file `begun-WORKER-ITERATION` first. `ACTION-degree-2` is
 done in every stage of two members, and with `lasting-ACTION-degree-2` in such a stage's first iteration, whatever stage
 the worker is in when it is redone.
 In an iteration that Megatron runs again, `again` dies by SIGKILL.
@@ -11,6 +13,7 @@ The wish `packing` has no worker and iteration: the bounds of packed documents a
 line per micro-batch.
 """
 
+import ctypes
 import functools
 import os
 import signal
@@ -32,6 +35,7 @@ from megatron_resihp.executor.direct.peers import GlooPeers  # noqa: E402
 
 WISHES = Path(os.environ["RESIHP_RUN_DIR"]) / "wishes"
 HOLD_S = 60.0
+GRIP_S = 300
 
 plain_forward_step = pretrain_gpt.forward_step
 plain_packing = pretrain_gpt.packing
@@ -46,15 +50,23 @@ def wished(action: str) -> bool:
     return own.exists() or (WISHES / of_degree).exists()
 
 
+def begun() -> Path:
+    return WISHES / f"begun-{os.environ['RESIHP_WORKER']}-{get_args().curr_iteration + 1}"
+
+
 def forward_step(*positional: Any) -> Any:
     if wished("oom"):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.")
     if wished("error"):
         raise ValueError("the user's code has a bug")
+    if wished("hold"):
+        begun().touch()
     deadline = time.monotonic() + HOLD_S
     going = (WISHES / "go_on", WISHES / f"go_on-{get_args().curr_iteration + 1}")
     while wished("hold") and not any(file.exists() for file in going) and time.monotonic() < deadline:
         time.sleep(0.01)
+    if wished("grip"):
+        ctypes.PyDLL(None).system(f"touch {begun()}; exec sleep {GRIP_S}".encode())
     if wished("uncarried"):
         GlooPeers.exchange = refuse  # type: ignore[method-assign]
     if wished("again") and get_rerun_state_machine().state is RerunState.RERUNNING_IN_PLACE:

@@ -26,6 +26,8 @@ LONGEST_PERIOD_S: Final = 1.0
 """Between two heartbeats."""
 LONGEST_WAIT_S: Final = 7 * 24 * 3600.0
 """Sockets can't be told to wait for more than some weeks."""
+TIMEOUTS: Final = ("heartbeat", "notice", "survivor", "connect")
+"""--NAME-timeout."""
 
 
 class LaunchError(Exception):
@@ -45,6 +47,7 @@ class LaunchOptions:
         run_dir: None: a new directory in `runs`.
         logs: one of output.MODES.
         heartbeat_timeout_s: workers and nodes that are silent for longer are given up for dead.
+        notice_timeout_s: so are workers that are silent for longer once an epoch has broken.
         survivor_timeout_s: survivors that do not report for longer are given up for dead.
         connect_timeout_s: how long nodes wait for each other at the start.
         max_restarts: how often a worker that died is started anew, at most.
@@ -64,6 +67,7 @@ class LaunchOptions:
     runs: Path = RUNS
     logs: str = "file"
     heartbeat_timeout_s: float = 30.0
+    notice_timeout_s: float = 10.0
     survivor_timeout_s: float = 60.0
     connect_timeout_s: float = 300.0
     max_restarts: int = 0
@@ -87,7 +91,7 @@ class LaunchOptions:
 
     @property
     def heartbeat_s(self) -> float:
-        return min(LONGEST_PERIOD_S, self.heartbeat_timeout_s / 5)
+        return min(LONGEST_PERIOD_S, self.heartbeat_timeout_s / 5, self.notice_timeout_s / 5)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,6 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "[wN] on standard output, or both (default file)")  # fmt: skip
     for name, default_s, meaning in (
         ("heartbeat", LaunchOptions.heartbeat_timeout_s, "give up workers and nodes that are silent for longer"),
+        ("notice", LaunchOptions.notice_timeout_s, "give up workers that are silent for longer after a failure"),
         ("survivor", LaunchOptions.survivor_timeout_s, "give up survivors of a failure that do not report for longer"),
         ("connect", LaunchOptions.connect_timeout_s, "how long nodes wait for each other at the start"),
     ):
@@ -143,9 +148,7 @@ def options_of(
     except ValueError as error:
         raise LaunchError(str(error)) from None
     seconds = {
-        f"{name}_timeout_s": value
-        for name in ("heartbeat", "survivor", "connect")
-        if (value := getattr(namespace, f"{name}_timeout")) is not None
+        f"{name}_timeout_s": value for name in TIMEOUTS if (value := getattr(namespace, f"{name}_timeout")) is not None
     }
     if meeting.patience_s is not None:
         seconds.setdefault("connect_timeout_s", meeting.patience_s)
@@ -227,7 +230,7 @@ def check(options: LaunchOptions) -> None:
     if not 1 <= options.min_workers <= options.size.workers:
         mend = f"give 1 to {options.size.workers}, the workers at the start"
         raise LaunchError(f"--min-workers {options.min_workers} can't be; {mend}")
-    for name in ("heartbeat-timeout", "survivor-timeout", "connect-timeout", "drain-deadline"):
+    for name in (*(f"{name}-timeout" for name in TIMEOUTS), "drain-deadline"):
         seconds = getattr(options, f"{name.replace('-', '_')}_s")
         if not 0 < seconds <= LONGEST_WAIT_S:
             mend = f"give more than 0 and at most {LONGEST_WAIT_S:.0f} seconds, a week"

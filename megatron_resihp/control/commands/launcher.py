@@ -139,7 +139,7 @@ def _launch(options: LaunchOptions, spawn: Spawn, make_event_sink: MakeEventSink
         outputs = Outputs(options.logs, seat.run_dir / "logs", sys.stdout)
         mailbox = stack.enter_context(closing(Mailbox()))
         stack.enter_context(mailbox.signals())
-        watcher = stack.enter_context(closing(Watcher(options.heartbeat_timeout_s)))
+        watcher = stack.enter_context(closing(Watcher(options.heartbeat_timeout_s, options.notice_timeout_s)))
         relay = Relay(seat.secret, seat.records)
         reaper = stack.enter_context(closing(OrphanReaper()))
         _announce(options, seat)

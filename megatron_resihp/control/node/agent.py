@@ -17,7 +17,7 @@ from typing import Final
 from megatron_resihp.control import exit_codes, linux
 from megatron_resihp.control.causes import MemoryKills, known_cause
 from megatron_resihp.control.node.link import Link
-from megatron_resihp.control.node.mailbox import Drained, Ending, GivenUp, Mailbox
+from megatron_resihp.control.node.mailbox import BrokenEpoch, Drained, Ending, GivenUp, Mailbox
 from megatron_resihp.control.node.processes import Processes
 from megatron_resihp.control.node.schedule import Schedule
 from megatron_resihp.control.node.starting import Starter, Worker
@@ -30,6 +30,7 @@ from megatron_resihp.protocol.messages import (
     HeartbeatsMissing,
     LeaveRequest,
     NodeLost,
+    NoticeUnheard,
     ProcessExited,
     SaveRequest,
     StopRequest,
@@ -135,6 +136,8 @@ class Agent:
                 self._end_given_up(letter)
             elif isinstance(letter, Drained):
                 self._drain(letter)
+            elif isinstance(letter, BrokenEpoch):
+                self._watcher.expect(letter.epoch, now)
             else:
                 self._on_signal(letter, now)
         self._schedule.run_due(now)
@@ -183,6 +186,9 @@ class Agent:
             worker.failed = finding.kind is Kind.FAILED
         elif finding.kind is Kind.LOST:
             worker.lost_at = now
+        elif finding.kind is Kind.DEAF:
+            assert finding.epoch is not None
+            self._link.post(NoticeUnheard(worker.number, finding.epoch, finding.silence_s, time.time()))
         else:
             self._link.post(HeartbeatsMissing(worker.number, finding.silence_s, time.time()))
             self._give_up(worker)

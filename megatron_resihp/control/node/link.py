@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Final
 
 from megatron_resihp.control import exit_codes, keys
-from megatron_resihp.control.node.mailbox import Drained, Ending, GivenUp, coordinator_lost
+from megatron_resihp.control.node.mailbox import BrokenEpoch, Drained, Ending, GivenUp, coordinator_lost
 from megatron_resihp.control.slowness import Slowness
 from megatron_resihp.control.transport.liveness import LivenessConnection
 from megatron_resihp.control.transport.reader import NoticeReader, Reader
@@ -22,6 +22,7 @@ from megatron_resihp.control.transport.store import Store, StoreError
 from megatron_resihp.protocol.messages import MESSAGES, Message
 from megatron_resihp.protocol.notices import (
     DrainOrder,
+    EpochIsBroken,
     JobEnds,
     NodeReleased,
     Notice,
@@ -47,7 +48,8 @@ class Link:
             connection that it returns is held as long as the link.
         on_end: told, in a thread of the link, how the workers are to end.
         on_slowness: told, in another, what fault injections have slowed, where agents have to do it.
-        on_letter: told, in that one too, which workers the coordinator has given up, and whose nodes are to leave.
+        on_letter: told, in that one too, that an epoch is broken, which workers the coordinator has given up, and whose
+            nodes are to leave.
         name: that no other agent of this run has, nor has had: the id of its first worker.
     """
 
@@ -57,7 +59,7 @@ class Link:
         introduce: Callable[[Store], LivenessConnection | None],
         on_end: Callable[[Ending], None],
         on_slowness: Callable[[Slowness], None],
-        on_letter: Callable[[GivenUp | Drained], None] = lambda letter: None,
+        on_letter: Callable[[GivenUp | Drained | BrokenEpoch], None] = lambda letter: None,
         name: int = 0,
     ) -> None:
         self.name = name
@@ -148,6 +150,8 @@ class Link:
         match notice:
             case SlownessChanged(by_agents=True):
                 self._on_slowness(Slowness.of(notice))
+            case EpochIsBroken(epoch):
+                self._on_letter(BrokenEpoch(epoch))
             case WorkersGivenUp(workers, _, for_good):
                 self._on_letter(GivenUp(frozenset(workers), for_good))
             case DrainOrder(workers):

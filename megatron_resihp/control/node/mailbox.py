@@ -67,6 +67,16 @@ class Drained:
     workers: frozenset[int]
 
 
+@dataclass(frozen=True)
+class BrokenEpoch:
+    """This epoch is broken, and all workers are told so."""
+
+    epoch: int
+
+
+Letter = Ending | GivenUp | Drained | BrokenEpoch
+
+
 class Mailbox:
     """Letters from any thread and signals from their handlers; whatever comes makes `fileno` readable."""
 
@@ -74,7 +84,7 @@ class Mailbox:
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
-        self._letters: deque[Ending | GivenUp | Drained] = deque()
+        self._letters: deque[Letter] = deque()
         self._signals: deque[int] = deque()
 
     def fileno(self) -> int:
@@ -85,18 +95,18 @@ class Mailbox:
         self._letters.append(ending)
         self._wake()
 
-    def put(self, letter: GivenUp | Drained) -> None:
+    def put(self, letter: GivenUp | Drained | BrokenEpoch) -> None:
         """Thread-safe."""
         self._letters.append(letter)
         self._wake()
 
-    def take(self) -> list[Ending | GivenUp | Drained | int]:
+    def take(self) -> list[Letter | int]:
         """Everything that came, signals first."""
         try:
             self._reader.recv(4096)
         except BlockingIOError:
             pass
-        taken: list[Ending | GivenUp | Drained | int] = []
+        taken: list[Letter | int] = []
         while self._signals:
             taken.append(self._signals.popleft())
         while self._letters:

@@ -109,6 +109,11 @@ class Heartbeats:
         self._heard: dict[int, float] = {}
         self._absence = Absence(timeout_s / 2)
 
+    @property
+    def names(self) -> tuple[int, ...]:
+        """The peers that have been heard of, and have not fallen silent since."""
+        return tuple(self._heard)
+
     def beat(self, name: int, now: float) -> None:
         self._heard[name] = now
 
@@ -134,6 +139,8 @@ class Kind(Enum):
     """The other end closed the connection: the process died or cut it."""
     SILENT = "silent"
     """No beat for too long: the process is stopped, or its machine is gone."""
+    DEAF = "deaf"
+    """No beat for too long after a notice: no thread of the process runs."""
     FAILED = "failed"
     """The process ends with an error of its own."""
     ENDED = "ended"
@@ -145,9 +152,12 @@ LAST_WORDS: Final = {FAILED: Kind.FAILED, ENDED: Kind.ENDED}
 
 @dataclass(frozen=True)
 class Finding:
+    """What was found out about a peer. `epoch`: whose end it was to hear of, and has shown no life since."""
+
     kind: Kind
     name: int
     silence_s: float = 0.0
+    epoch: int | None = None
 
 
 Feed = Callable[[bytes], Iterator[bytes]]
@@ -159,10 +169,17 @@ def plain(data: bytes) -> Iterator[bytes]:
 
 
 class Watcher:
-    """The watching end of many liveness connections, for a loop that selects on `fileno` and calls `look`."""
+    """The watching end of many liveness connections, for a loop that selects on `fileno` and calls `look`.
 
-    def __init__(self, timeout_s: float) -> None:
+    Args:
+        timeout_s: a longer silence is too long.
+        notice_s: so is a longer one after a notice; None: there are none.
+    """
+
+    def __init__(self, timeout_s: float, notice_s: float | None = None) -> None:
         self._beats = Heartbeats(timeout_s)
+        self._noticed = Heartbeats(timeout_s if notice_s is None else notice_s)
+        self._broken: int | None = None
         self._sockets: dict[int, socket.socket] = {}
         self._feeds: dict[int, Feed] = {}
         self._selector = selectors.DefaultSelector()
@@ -186,7 +203,14 @@ class Watcher:
         """What happened since the last look; liveness connections that were lost are let go of."""
         findings = [finding for key, _ in self._selector.select(0) for finding in self._read(key.data, now)]
         silent = [Finding(Kind.SILENT, name, silence_s) for name, silence_s in self._beats.silent(now).items()]
-        return findings + silent
+        deaf = [Finding(Kind.DEAF, name, age_s, self._broken) for name, age_s in self._noticed.silent(now).items()]
+        return findings + silent + deaf
+
+    def expect(self, epoch: int, now: float) -> None:
+        """All peers are told that this epoch is broken; those that have ever beaten are to beat after it."""
+        self._broken = epoch
+        for name in self._beats.names:
+            self._noticed.beat(name, now)
 
     def cut(self, name: int) -> None:
         """End a liveness connection: its holder ends itself as soon as it runs. One that is cut already stays so."""
@@ -195,6 +219,7 @@ class Watcher:
             return
         del self._feeds[name]
         self._beats.forget(name)
+        self._noticed.forget(name)
         self._selector.unregister(sock)
         try:
             # Closing alone would not do: forked children of others may hold this end too.
@@ -224,4 +249,5 @@ class Watcher:
             return [Finding(Kind.LOST, name)]
         if beats:
             self._beats.beat(name, now)
+            self._noticed.forget(name)
         return [Finding(kind, name) for word, kind in LAST_WORDS.items() if word in beats]

@@ -9,7 +9,7 @@ import gc
 import sys
 import time
 import traceback
-from typing import Any, Final
+from typing import Any
 
 import torch
 from megatron.core.rerun_state_machine import RerunMode
@@ -17,13 +17,14 @@ from megatron.core.rerun_state_machine import RerunMode
 from megatron_resihp.control.transport.store import StoreError
 from megatron_resihp.control.worker.errors import EpochBroken, JobEnded
 from megatron_resihp.executor.groups.errors import is_communicator_error, is_out_of_memory
+from megatron_resihp.executor.host_memory import host_memory_of
 from megatron_resihp.integration.logs.profiling import end_profiling
 from megatron_resihp.integration.loop.device_loss import abort_or_die, die_of_fault
 from megatron_resihp.integration.loop.emergency_checkpoint import write_emergency_checkpoint
 from megatron_resihp.integration.loop.joining import stand_at
+from megatron_resihp.integration.loop.making_room import make_room
 from megatron_resihp.integration.loop.notes import Phases
 from megatron_resihp.integration.patches.counting import count_again, note_in_progress_log, restore_counters
-from megatron_resihp.integration.patches.startup import model_fields
 from megatron_resihp.integration.probes.fault_injection import StagedError
 from megatron_resihp.integration.progress import ContractBroken
 from megatron_resihp.integration.replacing import become, take_apart
@@ -36,9 +37,7 @@ from megatron_resihp.integration.state.footprint import (
     free_gradients,
     storages,
 )
-from megatron_resihp.integration.state.host_state import discard, move_to_host, return_to_device
-from megatron_resihp.integration.state.room import Room, Way, expected_bytes, free_on_device, free_on_host, way_of
-from megatron_resihp.integration.state.taking_over import Succession
+from megatron_resihp.integration.state.host_state import return_to_device
 from megatron_resihp.integration.step.extra_states import move_extra_state
 from megatron_resihp.integration.step.optimizer_copy import Kept
 from megatron_resihp.integration.step.step import install_step, take_step
@@ -47,9 +46,6 @@ from megatron_resihp.integration.world.world import build_world, reset_singleton
 from megatron_resihp.plan.spelling import spelled_out
 from megatron_resihp.protocol.published import Decision, EmergencyCheckpointOrder, EpochPlan
 from megatron_resihp.protocol.records import Commit, IterationPhase
-
-PLENTY: Final = 4
-"""With so many times the old state free on the device, nobody asks what the new one takes."""
 
 
 class PlanChange(Exception):
@@ -278,34 +274,12 @@ def _rebuild(runtime: Runtime, order: EpochPlan) -> Trained:
         bring_gradients_back(live)
         return live
     free_gradients(live)
-    succession = runtime.held.succession = _make_room(runtime, order)
+    succession = runtime.held.succession = make_room(runtime, order)
     reset_singletons(runtime, RerunMode(runtime.job.args.rerun_mode))
     runtime.job.args.perform_initialization = False
     trained = runtime.setup.build_trained()
     succession.optimizer_of(trained)
     return trained
-
-
-def _make_room(runtime: Runtime, order: EpochPlan) -> Succession:
-    """Decide where the old state is while new objects are built, and what they take over of it."""
-    live, plan = runtime.held.live, spelled_out(order.plan, runtime.job.own.chunks)
-    held, wanted = order.held.get(runtime.worker, ()), plan.shards_of(runtime.worker)
-    whole = bytes_of(live)
-    if not runtime.held.shards:
-        discard(live)
-    chunks = runtime.mode.state.succeeds(held, wanted)
-    old, new = sum(storages(live).values()), 0
-    free = free_on_device(runtime.job.config.resihp_memory_reserve)
-    if len(chunks) < len(wanted) and free < PLENTY * whole:
-        new = expected_bytes(model_fields(runtime.job.args), plan, runtime.worker) or whole
-        new += 0 if held == wanted else old  # about what it receives
-    # After an attempt that ran out of memory others have taken their shares of the host's already.
-    received = 0 if len(chunks) == len(wanted) else old  # about
-    room = Room(new, old, free, received, free_on_host(alone=runtime.recovery.ran_out))
-    if live.away or way_of(room, runtime.recovery.ran_out) is Way.THROUGH_HOST:
-        move_to_host(live)
-        chunks = {}
-    return Succession(live, chunks)
 
 
 def _adopt(runtime: Runtime, order: EpochPlan, trained: Trained, kept: Kept | None) -> None:
@@ -315,6 +289,7 @@ def _adopt(runtime: Runtime, order: EpochPlan, trained: Trained, kept: Kept | No
     runtime.probes.abandon()
     runtime.held.kept, runtime.held.succession = kept, None
     runtime.held.extra.adopt()
+    host_memory_of(torch.device("cuda")).give_back()
     if trained is not live:
         old_model = list(live.model)
         live.model[:] = trained.model

@@ -342,10 +342,12 @@ def _check_logs(args: argparse.Namespace) -> None:
 
 
 def _check_streams(config: ResihpConfig, args: argparse.Namespace) -> None:
-    """Transformer Engine's tracker keeps generators instead of states, which no test on CPUs can have."""
-    if args.te_rng_tracker and draws(args) and not config.resihp_megatron_random_streams:
-        mend = "leave it out, set dropout to 0 or give --resihp-megatron-random-streams"
-        raise ConfigError(f"--te-rng-tracker has not been tried with dropout that is repeated after a failure; {mend}")
+    """Transformer Engine's tracker keeps generators instead of states. Recomputation restores none that are in use, so
+    what begins in the middle of a layer, where no stream of this package begins, draws other masks than before."""
+    own = draws(args) and not config.resihp_megatron_random_streams
+    if own and args.te_rng_tracker and (args.recompute_activations or args.recompute_granularity == "selective"):
+        mend = "leave it out, recompute whole layers, or set dropout to 0"
+        raise ConfigError(f"--te-rng-tracker has other masks in parts of a layer that are recomputed; {mend}")
 
 
 def _check_interleaving(args: argparse.Namespace, replicas: int) -> None:

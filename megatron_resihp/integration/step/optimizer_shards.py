@@ -72,14 +72,14 @@ def whole_buffers(trained: Trained) -> Part:
 
 
 def own_gradient(trained: Trained) -> torch.Tensor:
-    """The summed gradient of the own part, range by range in order, on the host; after `ready_gradients`."""
+    """The summed gradient of the own part, range by range in order, where it was; after `ready_gradients`."""
     gradients = []
     for _, part, parameter, where in sorted(_owned(trained), key=lambda owned: owned[3]):
         group, order = part.model_param_group_index_map[parameter]
         gradient = part.optimizer.param_groups[group]["params"][order].grad
         assert gradient is not None and gradient.numel() == where.end - where.start
         gradients.append(gradient.detach().float().view(-1))
-    return torch.cat(gradients).cpu() if gradients else torch.empty(0)
+    return torch.cat(gradients) if gradients else torch.empty(0)
 
 
 @torch.no_grad()

@@ -56,9 +56,17 @@ class Generators:
             return seed_of(Key(self._job, iteration, micro_batch, layer, kind, WHOLE if kind in shared else part))
 
         tracker = get_cuda_rng_tracker()
-        states = {name: self._state(seed(name)) for name in tracker.get_states() if name != OP}
+        before = tracker.get_states().items()
+        states = {name: self._restarted(state, seed(name)) for name, state in before if name != OP}
         tracker.set_states(states | {OP: op})
         _device_generator().manual_seed(seed(IN_SLICES if sliced else EVERYBODY))
+
+    def _restarted(self, state: torch.Tensor | torch.Generator, seed: int) -> torch.Tensor | torch.Generator:
+        """Transformer Engine's tracker keeps generators. The device's own may be one of them at the moment, so the same
+        generator starts anew."""
+        if isinstance(state, torch.Tensor):
+            return self._state(seed)
+        return state.manual_seed(seed)
 
     def _state(self, seed: int) -> torch.Tensor:
         self._spare.manual_seed(seed)

@@ -32,11 +32,15 @@ class LateCopies:
 
     def __init__(self) -> None:
         self.allocated: list[int] = []
+        self.given_back = 0
         self.back_is_slow = False
 
     def allocate(self, size: int) -> torch.Tensor:
         self.allocated.append(size)
         return torch.full((size,), UNKNOWN, dtype=torch.uint8)
+
+    def give_back(self) -> None:
+        self.given_back += 1
 
     def out(self, source: torch.Tensor, target: torch.Tensor) -> Copy:
         kept = source.clone()  # the device's later work comes after the copy

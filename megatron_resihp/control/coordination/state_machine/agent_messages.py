@@ -21,13 +21,14 @@ from megatron_resihp.protocol.messages import (
     LeaveRequest,
     NodeLost,
     NodesDown,
+    NoticeUnheard,
     ProcessExited,
     SaveRequest,
     StopRequest,
     WordOfAgent,
     WorkerRestarted,
 )
-from megatron_resihp.protocol.notices import SaveOrder
+from megatron_resihp.protocol.notices import SaveOrder, WorkersGivenUp
 
 
 class AgentMessages:
@@ -53,6 +54,8 @@ class AgentMessages:
                 return self._on_exited(message, now)
             case HeartbeatsMissing(worker, silence_s, time):
                 return self._epochs.die({worker: f"no heartbeat for {silence_s:.1f} s"}, time, now)
+            case NoticeUnheard():
+                return self._on_unheard(message, now)
             case ConnectionLost(worker, time):
                 return self._epochs.die({worker: "connection lost"}, time, now)
             case WorkerRestarted(worker, before):
@@ -82,6 +85,15 @@ class AgentMessages:
         if code > 0:
             return self._workers.failed(worker, ended, code, now)
         return self._epochs.die({worker: ended}, message.time, now)
+
+    def _on_unheard(self, message: NoticeUnheard, now: float) -> list[Action]:
+        """No thread of the worker runs: its process is stopped, or hangs in a call that keeps Python's lock."""
+        state, worker = self._state, message.worker
+        awaited = state.living - state.reports.records.keys() if state.phase is Phase.REPORTING else ()
+        if message.epoch != state.epoch or worker not in awaited:
+            return []
+        cause = f"did not hear within {message.silence_s:.1f} s that the epoch is broken"
+        return [Notify(WorkersGivenUp((worker,), cause)), *self._epochs.die({worker: cause}, message.time, now)]
 
     def _on_node_lost(self, message: NodeLost, now: float) -> list[Action]:
         state, node = self._state, message.node

@@ -176,7 +176,7 @@ _RANDOM: Rows = joined(
     kernel(
         "core.tensor_parallel.random:initialize_rng_tracker",
         "te_rng_tracker",
-        device="GPU: Transformer Engine's generator; not with dropout, or with --resihp-megatron-random-streams too",
+        device="GPU: Transformer Engine's generator; with dropout not if parts of layers are recomputed",
     ),
     refused("inference_rng_tracker", "it keeps no random streams, which training with dropout needs"),
     refused("data_parallel_random_init", "replicas begin with unlike random streams, which no plan keeps apart"),

@@ -121,6 +121,36 @@ def test_silence_and_last_words_are_told(watcher: Watcher, ends: tuple[socket.so
     assert look(watcher, 12) == [Finding(Kind.FAILED, 3)]
 
 
+def test_who_shows_no_life_after_a_notice_is_told(ends: tuple[socket.socket, socket.socket]) -> None:
+    watcher = Watcher(timeout_s=100, notice_s=10)
+    watcher.add(3, ends[0])
+    watcher.expect(6, 0)
+    assert watcher.look(4) == watcher.look(8) == watcher.look(12) == [], "it has never shown any"
+    ends[1].send(b".")
+    look(watcher, 13)
+    watcher.expect(7, 17)
+    assert watcher.look(17) == watcher.look(21) == watcher.look(25) == []
+    assert watcher.look(28) == [Finding(Kind.DEAF, 3, 11, epoch=7)]
+    assert watcher.look(32) == [], "told once"
+    assert watcher.names == {3}, "the coordinator decides what follows"
+    watcher.expect(8, 32)
+    watcher.look(36)
+    ends[1].send(b".")
+    assert look(watcher, 40) == watcher.look(44) == watcher.look(48) == [], "it beats"
+    watcher.close()
+
+
+def test_a_watcher_that_was_away_takes_nobody_for_deaf(ends: tuple[socket.socket, socket.socket]) -> None:
+    watcher = Watcher(timeout_s=100, notice_s=10)
+    watcher.add(3, ends[0])
+    ends[1].send(b".")
+    look(watcher, 0)
+    watcher.expect(7, 1)
+    assert watcher.look(13) == watcher.look(17) == watcher.look(21) == []
+    assert watcher.look(24) == [Finding(Kind.DEAF, 3, 11, epoch=7)]
+    watcher.close()
+
+
 def test_beats_that_wait_to_be_read_count(watcher: Watcher, ends: tuple[socket.socket, socket.socket]) -> None:
     watcher.add(3, ends[0])
     ends[1].send(b".")

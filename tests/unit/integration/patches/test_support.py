@@ -225,7 +225,6 @@ def test_arguments_are_checked_before_megatron_derives_others(check: Check) -> N
         (["--wandb-exp-name", ""], ["--wandb-exp-name is empty", "name the run"]),
         (["--tensorboard-dir", ""], ["--use-pytorch-profiler needs --tensorboard-dir"]),
         (["--num-distributed-optimizer-instances", "2"], ["leaves each of 2 replicas", "leave it"]),
-        (["--te-rng-tracker", "--hidden-dropout", "0.1"], ["--te-rng-tracker has not", "set dropout to 0"]),
     ],
 )
 def test_values_that_cannot_be(
@@ -235,10 +234,22 @@ def test_values_that_cannot_be(
     assert all(word in line for word in words)
 
 
-@pytest.mark.parametrize("more", [[], ["--hidden-dropout", "0.1", "--resihp-megatron-random-streams"]])
-def test_transformer_engines_generators(check: Check, more: list[str]) -> None:
-    """Without dropout, or as Megatron has them."""
+WHOLE_LAYERS = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+
+
+@pytest.mark.parametrize("more", [(), ("--hidden-dropout", "0.1", *WHOLE_LAYERS)])
+def test_transformer_engines_generators(check: Check, more: tuple[str, ...]) -> None:
     assert check(*COMMON, "--te-rng-tracker", *more).switched_on
+
+
+@pytest.mark.parametrize("parts", [["--recompute-granularity", "selective"], ["--recompute-activations"]])
+def test_transformer_engines_generators_do_not_go_back_within_a_layer(
+    check: Check, capsys: pytest.CaptureFixture[str], parts: list[str]
+) -> None:
+    """With Megatron's own streams that is Megatron's business."""
+    command = ("--te-rng-tracker", "--hidden-dropout", "0.1", *WHOLE_LAYERS, *parts)
+    assert "--te-rng-tracker has other masks" in refused(check, capsys, *command)
+    assert check(*COMMON, *command, "--resihp-megatron-random-streams").switched_on
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8"])

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +12,8 @@ import pytest
 import torch
 from megatron.core import mpu
 from megatron.core.tensor_parallel import checkpoint, get_cuda_rng_tracker
-from megatron.core.tensor_parallel.random import initialize_rng_tracker
+from megatron.core.tensor_parallel import random as megatrons
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, initialize_rng_tracker
 
 from megatron_resihp.integration.streams.generators import OP, Generators
 from megatron_resihp.integration.streams.patches import has_own_streams, wrap_forward_step, wrap_layer, wrap_prediction
@@ -21,9 +22,66 @@ NAMES = ("model-parallel-rng", "data-parallel-rng", "expert-parallel-rng")
 Draw = tuple[torch.Tensor, ...]
 
 
-@pytest.fixture(autouse=True)
-def _device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A device whose generator is the CPU's, and a tracker with states."""
+class GraphSafe:
+    """A generator of a device, as far as trackers use it: a handle on a state that other generators may have too."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, state: torch.Generator) -> None:
+        self.state = state
+
+    def manual_seed(self, seed: int) -> GraphSafe:
+        self.state.manual_seed(seed)
+        return self
+
+    def graphsafe_get_state(self) -> GraphSafe:
+        return GraphSafe(self.state)
+
+    def graphsafe_set_state(self, other: GraphSafe) -> None:
+        self.state = other.state
+
+    def clone_state(self) -> GraphSafe:
+        return GraphSafe(self.state.clone_state())
+
+
+class EngineTracker:
+    """Transformer Engine's tracker, as its sources have it since 1.5: the states are generators."""
+
+    use_cudagraphable_rng = True
+
+    def __init__(self) -> None:
+        self.states_: dict[str, Any] = {}
+
+    def get_states(self) -> dict[str, Any]:
+        return dict(self.states_)
+
+    def set_states(self, states: dict[str, Any]) -> None:
+        self.states_ = states
+
+    @contextmanager
+    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+        device = torch.cuda.default_generators[0]
+        before = device.graphsafe_get_state()
+        device.graphsafe_set_state(self.states_[name])
+        try:
+            yield
+        finally:
+            device.graphsafe_set_state(before)
+
+
+def source() -> torch.Generator:
+    """What the device draws from at the moment."""
+    generator: Any = torch.cuda.default_generators[0]
+    return generator.state if isinstance(generator, GraphSafe) else generator
+
+
+def rand(size: int) -> torch.Tensor:
+    return torch.rand(size, generator=source())
+
+
+@pytest.fixture(params=["Megatron's states", "Megatron's generators", "Transformer Engine's generators"], autouse=True)
+def _device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A device with the CPU's generator, or generators that share states, and a tracker."""
     for owner in (torch.cuda, torch.cuda.random):
         monkeypatch.setattr(owner, "current_device", lambda: 0)
         monkeypatch.setattr(owner, "device_count", lambda: 1)
@@ -32,10 +90,22 @@ def _device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     place(monkeypatch, 0, 1)
     before = torch.get_rng_state()
     initialize_rng_tracker(force_reset=True)
-    get_cuda_rng_tracker().set_states(dict.fromkeys(NAMES, torch.get_rng_state()))
+    if request.param == "Megatron's states":
+        get_cuda_rng_tracker().set_states(dict.fromkeys(NAMES, torch.get_rng_state()))
+    else:
+        keep_generators(monkeypatch, EngineTracker() if "Engine" in request.param else CudaRNGStatesTracker())
     yield
     torch.set_rng_state(before)
     initialize_rng_tracker(force_reset=True)
+
+
+def keep_generators(monkeypatch: pytest.MonkeyPatch, tracker: Any) -> None:
+    """Let the tracker keep generators instead of their states."""
+    device = GraphSafe(torch.Generator())
+    monkeypatch.setattr(torch.cuda, "default_generators", (device,))
+    tracker.use_cudagraphable_rng = True
+    tracker.set_states({name: device.clone_state() for name in NAMES})
+    monkeypatch.setattr(megatrons, "_CUDA_RNG_STATE_TRACKER", tracker)
 
 
 def place(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> None:
@@ -46,10 +116,10 @@ def place(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> None:
 
 def draw() -> Draw:
     """What the device's generator gives, and each of the tracker's streams."""
-    drawn = [torch.rand(4)]
+    drawn = [rand(4)]
     for name in NAMES:
         with get_cuda_rng_tracker().fork(name):
-            drawn.append(torch.rand(4))
+            drawn.append(rand(4))
     return tuple(drawn)
 
 
@@ -66,7 +136,7 @@ def alike(one: Draw, other: Draw) -> list[bool]:
 
 def test_a_layer_draws_the_same_whatever_came_before() -> None:
     first = draw_in_layer(3)
-    torch.rand(100)
+    rand(100)
     draw_in_layer(2)
     assert all(alike(draw_in_layer(3), first))
 
@@ -96,9 +166,9 @@ def test_nothing_is_left_in_megatrons_tracker() -> None:
     assert OP in get_cuda_rng_tracker().get_states()
     generators.end_ops()
     assert set(get_cuda_rng_tracker().get_states()) == set(NAMES)
-    state = torch.get_rng_state()
+    state = source().get_state()
     generators.begin_layer(1, sliced=False)  # outside of ops: none of this plugin's business
-    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(source().get_state(), state)
 
 
 class Layer(torch.nn.Module):
@@ -111,8 +181,8 @@ class Layer(torch.nn.Module):
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         with nullcontext() if self.config.sequence_parallel else get_cuda_rng_tracker().fork():
-            given = torch.nn.functional.dropout(given, 0.5)
-        return torch.nn.functional.dropout(given * given, 0.5)
+            given = given * (rand(len(given)) < 0.5)
+        return given * given * (rand(len(given)) < 0.5)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

@@ -49,6 +49,7 @@ from megatron_resihp.protocol.messages import (
     ModelBuilt,
     NodeLost,
     NodesDown,
+    NoticeUnheard,
     PlanRequest,
     ProcessExited,
     Ready,
@@ -509,6 +510,21 @@ class TestGivenUp:
         # Also not later: the next death is recovered from as if it had not spoken.
         job.kill(1)
         assert only(EpochPlan, job.report(0, 2)).plan.working == (0, 2)
+
+    def test_nobody_waits_for_a_worker_that_can_not_hear(self) -> None:
+        job = Job().start()
+        assert job.tell(NoticeUnheard(3, 0, 3.04, 0.0)) == [], "no epoch is broken"
+        job.kill(0)
+        job.report(1, 2)
+        assert job.tell(NoticeUnheard(1, 0, 3.04, 0.0)) == [], "it has reported"
+        actions = job.tell(NoticeUnheard(3, 0, 3.04, 0.0))
+        cause = "did not hear within 3.0 s that the epoch is broken"
+        assert [action.notice for action in actions if isinstance(action, Notify)] == [WorkersGivenUp((3,), cause)]
+        assert events(actions, "worker_dead")[0].cause == cause
+        assert only(EpochPlan, actions).plan.members == (1, 2)
+        job.ready(1, 2)
+        job.kill(1)
+        assert job.tell(NoticeUnheard(2, 0, 3.0, 0.0)) == [], "another epoch is broken now"
 
     def test_a_node_is_lost(self) -> None:
         job = Job().start()
