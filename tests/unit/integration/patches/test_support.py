@@ -41,6 +41,7 @@ COMMON = """
     --no-one-logger --profile --use-pytorch-profiler --profile-ranks 0 1 --profile-step-start 3 --profile-step-end 5
 """.split()
 
+SINCE_019 = pytest.mark.since_megatron("0.19")
 Check = Callable[..., argparse.Namespace]
 
 
@@ -92,7 +93,7 @@ def test_a_common_command_line_is_taken(check: Check) -> None:
     [
         "--expert-model-parallel-size 2", "--moe-expert-rank-capacity-factor 1",
         "--use-megatron-fsdp", "--use-torch-fsdp2", "--fp8-format hybrid", "--enable-cuda-graph",
-        "--mtp-use-repeated-layer", "--mtp-detach-heads",
+        "--mtp-use-repeated-layer", pytest.param("--mtp-detach-heads", marks=SINCE_019),
         "--cuda-graph-impl local", "--cuda-graph-modules full_iteration",
         "--step-batch-size-schedule 0:8", "--tp-comm-overlap",
         "--delay-wgrad-compute",
@@ -325,7 +326,8 @@ def test_refusals_speak_of_what_was_given() -> None:
     "command",
     [
         "--num-experts 4", "--mtp-num-layers 1", "--hidden-dropout 0.1", "--attention-dropout 0.1", "--fp16",
-        "--fp8-format e4m3 --fp8-recipe tensorwise", "--reset-position-ids", "--dataloader-inter-document-masking",
+        "--fp8-format e4m3 --fp8-recipe tensorwise", "--reset-position-ids",
+        pytest.param("--dataloader-inter-document-masking", marks=SINCE_019),
         "--window-size 4,0", "--softmax-type learnable", "--multi-latent-attention",
         "--num-distributed-optimizer-instances 2 --use-distributed-optimizer", "--cp-comm-type a2a",
         "--resihp-strategy joint", "--resihp-spread-replicas", "--resihp-plan auto",
