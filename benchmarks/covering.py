@@ -5,8 +5,9 @@
     python benchmarks/covering.py [--seed S] [--recipes FILE] > rows.json
     python benchmarks/recipes.py --recipes rows.json --results DIR
 
-The flags are those of `recipe_runs/covering/factors.py`. Values that the plugin refuses are left out. A row that
-Megatron's own validation or the plugin refuses ends the program with the reason: a constraint is lacking then.
+The flags are those of `recipe_runs/covering/factors.py`. Values that the plugin refuses are left out, and so
+is Muon where its package is missing. A row that Megatron's own validation or the plugin refuses ends the program with
+the reason: a constraint is lacking then.
 
 Standard output has a JSON object a line for each row, as `recipes.py` reads it. The last line of standard error is one
 JSON object: `rows`, `pairs` (that rows have), `infeasible` (pairs that constraints keep out, with the reason),
@@ -18,6 +19,7 @@ May import megatron, `recipe_runs` and `megatron_resihp`.
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import sys
@@ -68,7 +70,7 @@ def main() -> int:
 
 
 def refused_values(check: Check) -> dict[str, tuple[str, ...]]:
-    """The flags that the plugin refuses, by value."""
+    """The flags that the plugin refuses, by value; or the package that Megatron lacks here."""
     answers = {
         f"{factor}: {value}": check(value, [*BASE.split(), *words.split()])
         for factor, values in FACTORS.items()
@@ -76,7 +78,10 @@ def refused_values(check: Check) -> dict[str, tuple[str, ...]]:
     }
     unparsable = [f"{name}: {answer.unparsable}" for name, answer in answers.items() if answer.unparsable]
     assert not unparsable, unparsable
-    return {name: answer.refused for name, answer in answers.items() if answer.refused}
+    refused = {name: answer.refused for name, answer in answers.items() if answer.refused}
+    if importlib.util.find_spec("emerging_optimizers") is None:
+        refused["optimizer: muon"] = ("emerging-optimizers is not installed",)
+    return refused
 
 
 def allowed_factors(refused: Mapping[str, Sequence[str]]) -> Factors:

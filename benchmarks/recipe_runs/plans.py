@@ -41,17 +41,19 @@ def draw_death(random: Random, workers: int, pipeline: int) -> Death:
 
 
 def unlike_replicas(
-    survivors: Sequence[int], tensor: int, layers: int, micro_batches: int, whole_layers: bool = False
+    survivors: Sequence[int], tensor: int, layers: int, micro_batches: int, only: int | None = None
 ) -> ParallelPlan:
     """Two replicas of unlike stages, degrees and shares; Megatron's own groups can't run them.
 
     Args:
         tensor: the recipe's degree of tensor parallelism, which no stage exceeds, but that two are always tried.
         layers: embedding and head included.
-        whole_layers: whether each layer must be on one worker.
+        only: the degree that all stages must have.
     """
-    wide = 1 if whole_layers else min(max(tensor, 2), len(survivors) // 2 + 1)
-    first, second = _deal(list(survivors), wide)
+    first, second = _deal(survivors, min(max(tensor, 2), len(survivors) // 2 + 1))
+    if only is not None:
+        groups = [tuple(survivors[start : start + only]) for start in range(0, len(survivors) - only + 1, only)]
+        first, second = (tuple(groups[each] for (each,) in one) for one in _deal(range(len(groups)), 1))
     larger = micro_batches * 5 // 8
     replicas = (
         Replica(first, tuple(range(larger)), _chunks(len(first), layers)),
@@ -60,8 +62,9 @@ def unlike_replicas(
     return ParallelPlan(replicas, {})
 
 
-def _deal(workers: list[int], wide: int) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+def _deal(survivors: Sequence[int], wide: int) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
     """A stage of the widest degree and, where there are enough workers, a narrower one; then the same with less."""
+    workers = list(survivors)
 
     def take(count: int) -> tuple[int, ...]:
         taken = tuple(workers[:count])

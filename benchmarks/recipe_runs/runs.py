@@ -15,6 +15,7 @@ from typing import Final
 
 from jobs import Job, Nursery
 
+from megatron_resihp.cost.training import why_own_degree
 from megatron_resihp.plan import ParallelPlan
 from recipe_runs.compare import Logged, read_logged
 from recipe_runs.filling import write_documents
@@ -103,8 +104,10 @@ def plan_of(shrunk: Shrunk, death: Death) -> ParallelPlan:
     draft = Draft(read_options(shrunk.words, {}))
     survivors = [worker for worker in range(shrunk.workers) if worker != death.worker]
     micro_batches = first_batch(draft) // draft.number("--micro-batch-size")
-    whole_layers = draft.has("--num-experts") and not draft.has("--sequence-parallel")
-    return unlike_replicas(survivors, draft.number(TENSOR), draft.number(LAYER_COUNT) + 2, micro_batches, whole_layers)
+    arguments = {name: draft.text(f"--{name.replace('_', '-')}") for name in ("optimizer", "num_experts")}
+    tensor, sequence = draft.number(TENSOR), draft.has("--sequence-parallel")
+    only = tensor if why_own_degree(arguments | {"sequence_parallel": sequence}) else None
+    return unlike_replicas(survivors, tensor, draft.number(LAYER_COUNT) + 2, micro_batches, only)
 
 
 def last_words(job: Job) -> str:

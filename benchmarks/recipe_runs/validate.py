@@ -43,13 +43,17 @@ def refusal(shrunk: Shrunk, parser: argparse.ArgumentParser) -> str:
     """Why Megatron refuses a command line; empty: it doesn't."""
     from megatron.training import argument_utils, arguments
 
+    from megatron_resihp.integration import releases
+
+    configures = releases.current().configures_models
+    configure = argument_utils.gpt_config_from_args if configures else argument_utils.core_transformer_config_from_args
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             args = parser.parse_args(shrunk.in_directory("/tmp"))
             args.rank, args.world_size, args.local_rank = 0, shrunk.workers, 0
             arguments.validate_args(args)
-            argument_utils.gpt_config_from_args(args)
+            configure(args)
     except SystemExit:
         return (said.getvalue().splitlines() or ["it says nothing"])[-1]
     except (AssertionError, TypeError, ValueError, RuntimeError) as error:

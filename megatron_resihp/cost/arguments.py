@@ -12,7 +12,7 @@ ARGUMENTS: Final = (
     "position_embedding_type", "q_lora_rank", "qk_head_dim", "qk_layernorm", "qk_pos_emb_head_dim", "quick_geglu",
     "swiglu", "tensor_model_parallel_size", "untie_embeddings_and_output_weights", "v_head_dim", "vocab_size",
     "accumulate_allreduce_grads_in_fp32", "bf16", "defer_embedding_wgrad_compute", "fp16", "grad_reduce_in_bf16",
-    "micro_batch_size", "mtp_num_layers",
+    "micro_batch_size", "mtp_num_layers", "optimizer",
     "num_distributed_optimizer_instances", "recompute_activations", "recompute_granularity", "recompute_method",
     "recompute_modules", "recompute_num_layers", "seq_length", "sequence_parallel", "transformer_impl",
     "use_distributed_optimizer", "wgrad_deferral_limit",

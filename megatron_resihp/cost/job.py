@@ -158,7 +158,7 @@ class JobCost:
 
 
 def _can_share(cost: JobCost, degree: int) -> bool:
-    if cost.training.whole_layers and degree > 1:
+    if cost.training.only_degree not in (None, degree):
         return False
     try:
         cost.seconds(degree)

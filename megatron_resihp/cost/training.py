@@ -32,8 +32,7 @@ class Training:
         micro_batch_size: samples per micro-batch.
         recompute: which activations are computed again.
         sequence_parallel: whether activations that all tensor-parallel members would hold are cut along the sequence.
-        whole_layers: whether each layer must be on one worker. Megatron trains experts with tensor parallelism only
-            where the sequence is shared, too.
+        only_degree: the number of tensor-parallel members that each stage must have (`why_own_degree`); None: any.
         distributed_optimizer: whether the holders of a shard share its optimizer state.
         optimizer_instances: how many groups of holders have all of it, where that leaves equal groups of two or more.
         weight_bytes, gradient_bytes, optimizer_bytes: per parameter.
@@ -49,7 +48,7 @@ class Training:
     micro_batch_size: int = 1
     recompute: Recompute = Recompute.NONE
     sequence_parallel: bool = False
-    whole_layers: bool = False
+    only_degree: int | None = None
     distributed_optimizer: bool = False
     optimizer_instances: int = 1
     weight_bytes: int = 2
@@ -96,7 +95,7 @@ def training_from_arguments(arguments: Mapping[str, Any]) -> Training:
         micro_batch_size=arguments.get("micro_batch_size") or 1,
         recompute=_recompute(arguments),
         sequence_parallel=bool(arguments.get("sequence_parallel")),
-        whole_layers=bool(arguments.get("num_experts")) and not arguments.get("sequence_parallel"),
+        only_degree=(arguments.get("tensor_model_parallel_size") or 1) if why_own_degree(arguments) else None,
         distributed_optimizer=bool(arguments.get("use_distributed_optimizer")),
         optimizer_instances=arguments.get("num_distributed_optimizer_instances") or 1,
         weight_bytes=2 if half else 4,
@@ -107,6 +106,15 @@ def training_from_arguments(arguments: Mapping[str, Any]) -> Training:
         splits_backward=arguments.get("transformer_impl") == "local",
         deferred=(arguments.get("wgrad_deferral_limit") or None) if deferring else 0,
     )
+
+
+def why_own_degree(arguments: Mapping[str, Any]) -> str:
+    """Why stages of another tensor-parallel degree than the job's own would train otherwise; empty: they wouldn't."""
+    if arguments.get("optimizer") == "muon":
+        return "Muon orthogonalises the part of a matrix that a member holds"
+    if arguments.get("num_experts") and not arguments.get("sequence_parallel"):
+        return "Megatron trains experts with tensor parallelism only beside --sequence-parallel"
+    return ""
 
 
 def _recompute(arguments: Mapping[str, Any]) -> Recompute:

@@ -33,7 +33,7 @@ class JobDescription:
         chunks: the job's own split into layers.
         seq_length: tokens.
         sequence_parallel: members of a stage share the tokens between layers.
-        whole_layers: each layer must be on one worker: there are experts, and no sequence parallelism.
+        keeps_degree: why all stages need the job's own tensor-parallel degree; empty: they don't.
         micro_batch_group: micro-batches that go through one chunk of an interleaved pipeline before its stages turn to
             the next chunk; None: it isn't interleaved.
         pipeline_last: Megatron's default order of ranks, not --use-tp-pp-dp-mapping.
@@ -94,4 +94,4 @@ class JobDescription:
     spread_replicas: bool = False
     saves: bool = False
     context_parallel: Degree = 1
-    whole_layers: bool = False
+    keeps_degree: str = ""

@@ -53,7 +53,7 @@ FACTORS: Final[Mapping[str, Mapping[str, str]]] = {
         "decays": "--start-weight-decay 0.01 --end-weight-decay 0.1 --weight-decay-incr-style cosine",
         "decays all": "--weight-decay 0.5 --no-weight-decay-cond-type apply_wd_to_qk_layernorm",
         "sgd": "--optimizer sgd --sgd-momentum 0.9",
-        "muon": "--optimizer muon --muon-momentum 0.9",
+        "muon": "--optimizer muon --muon-momentum 0.9 --muon-fp32-matmul-prec high",
     },
     "attention": {
         "many heads": "",
@@ -150,5 +150,8 @@ FORBIDDEN: Final = (
     Forbidden({"predictions": ["two"], "embeddings": ["tied"]}, "further predictions need a head with its own weights"),
     Forbidden({"optimizer": ["sgd"], "saves": ["kept", "beside training", "non-persistent"]}, "it can't be loaded"),
     Forbidden({"optimizer": ["sgd"], "replicas": ["distributed", "gathered"]}, "Megatron distributes other optimizers"),
+    Forbidden({"optimizer": ["muon"], "replicas": ["distributed", "gathered"]}, "matrices are not shared out"),
+    Forbidden({"optimizer": ["muon"], "precision": ["fp16", "fp16 fixed"]}, "Megatron has no Muon in half precision"),
+    Forbidden({"optimizer": ["muon"], "grid": ["tensor", "sequence"]}, "survivors make one stage of its degree only"),
     Forbidden({"residual": ["fp32"], "precision": ["fp32"]}, "it is for 16 bits"),
 )

@@ -91,8 +91,9 @@ class _Heterogeneous(PlanMode):
         if plan.context_parallel > 1:
             raise PlanError("the job has no --context-parallel-size, so its replicas can't share sequences")
         tokens = job.seq_length
-        if job.whole_layers and any(degree > 1 for degree in degrees_of(plan)):
-            raise PlanError("Megatron trains experts with tensor parallelism only beside --sequence-parallel")
+        if job.keeps_degree and degrees_of(plan) != [job.tensor_parallel]:
+            members = f"the job's own number of TP members, {job.tensor_parallel}"
+            raise PlanError(f"each stage needs {members}: {job.keeps_degree}")
         for degree in degrees_of(plan) if job.sequence_parallel else ():
             if tokens % degree:
                 raise PlanError(f"{degree} TP members can't share the {tokens} tokens of a sequence evenly")

@@ -36,6 +36,7 @@ from megatron_resihp.control.worker.heard import NO_EPOCH
 from megatron_resihp.control.worker.identity import Identity, check_in
 from megatron_resihp.control.worker.reach import Door, own_address_towards
 from megatron_resihp.cost.arguments import ARGUMENTS
+from megatron_resihp.cost.training import why_own_degree
 from megatron_resihp.detector.input.wire import pack
 from megatron_resihp.events.workers import WorkerStarted
 from megatron_resihp.executor.groups.communicators import Communicators
@@ -180,7 +181,7 @@ def describe_job(job: Job) -> JobDescription:
         micro_batches=args.global_batch_size // args.micro_batch_size,
         seq_length=args.seq_length,
         sequence_parallel=own.sequence_parallel,
-        whole_layers=bool(args.num_experts) and not own.sequence_parallel,
+        keeps_degree=why_own_degree(vars(args)),
         emulated=config.resihp_emulate,
         train_iters=args.train_iters,
         ends_early=bool(args.exit_interval or job.minutes),

@@ -113,19 +113,17 @@ def test_all_workers_and_attempts_are_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "tensor", "whole_layers"),
-    [(4, 1, False), (4, 2, False), (8, 1, False), (8, 2, False), (8, 4, False), (4, 1, True), (8, 1, True)],
+    ("workers", "tensor", "only"),
+    [(4, 1, None), (4, 2, None), (8, 1, None), (8, 2, None), (8, 4, None), (4, 1, 1), (8, 1, 1), (8, 2, 2)],
 )
-def test_survivors_get_a_plan_that_megatrons_own_groups_cannot_run(
-    workers: int, tensor: int, whole_layers: bool
-) -> None:
+def test_survivors_get_a_plan_that_megatrons_own_groups_cannot_run(workers: int, tensor: int, only: int | None) -> None:
     for seed in range(20):
         death = draw_death(Random(seed), workers, 1)
         assert death.iteration < HOLD_AT and death.point in POINTS
         survivors = [worker for worker in range(workers) if worker != death.worker]
-        plan = unlike_replicas(survivors, tensor, 6, 8, whole_layers)
+        plan = unlike_replicas(survivors, tensor, 6, 8, only)
         assert plan.not_uniform is not None
-        assert not whole_layers or all(len(stage) == 1 for replica in plan.replicas for stage in replica.stages)
+        assert only is None or all(len(stage) == only for replica in plan.replicas for stage in replica.stages)
         assert set(plan.members) <= set(survivors)
 
 

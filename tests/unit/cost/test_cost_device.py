@@ -60,6 +60,12 @@ def test_megatron_cuts_experts_only_beside_the_sequence(sequence_parallel: bool,
     assert JobCost(MODEL, training_from_arguments(arguments), DEVICE, 8, workers_per_node=2).degrees == degrees
 
 
+@pytest.mark.parametrize("own", [1, 2])
+def test_muon_trains_the_same_in_the_jobs_own_cuts_only(own: int) -> None:
+    arguments = {"seq_length": 4096, "optimizer": "muon", "tensor_model_parallel_size": own}
+    assert JobCost(MODEL, training_from_arguments(arguments), DEVICE, 8, workers_per_node=4).degrees == (own,)
+
+
 class TestDurations:
     stages = Replica(((0, 1, 2, 3), (4, 5)), (0, 1), (Chunk(0, 0, 4), Chunk(1, 4, 8)))
 

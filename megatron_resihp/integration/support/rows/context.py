@@ -33,7 +33,11 @@ _CLASHES = (
         "a tensor's scale would depend on how its sequence is cut",
     ),
     Clash("reset_position_ids", lambda values: values["reset_position_ids"], _DOCUMENTS),
-    Clash("dataloader_inter_document_masking", lambda values: values["dataloader_inter_document_masking"], _DOCUMENTS),
+    Clash(
+        "dataloader_inter_document_masking",
+        lambda values: values.get("dataloader_inter_document_masking"),  # Megatron 0.18 has none
+        _DOCUMENTS,
+    ),
     Clash(
         "eod_mask_loss",
         lambda values: values["eod_mask_loss"] and not values["calculate_per_token_loss"],

@@ -104,9 +104,18 @@ _LOOP: Rows = joined(
 
 
 def _can_go_on(values: Mapping[str, Any]) -> bool:
-    """Loading asks Megatron's optimizer for a function that makes its first state; for sgd it has none."""
-    saved = values.get("save") or values.get("load")
-    return values["optimizer"] == "adam" or (values["optimizer"] == "sgd" and not saved)
+    """Loading asks Megatron's optimizer for a function that makes its first state; for sgd it has none. Muon gathers
+    matrices while it steps, unless it is to take each as it is cut; then the step's result is shared out by matrix with
+    a distributed optimizer, and gradients of scaled losses are not divided."""
+    if values["optimizer"] == "sgd":
+        return not (values.get("save") or values.get("load"))
+    if values["optimizer"] == "muon":
+        alone = not (values["use_distributed_optimizer"] or values["loss_scale"])
+        return alone and values["muon_tp_mode"] == "blockwise" and values["muon_scalar_optimizer"] == "adam"
+    return bool(values["optimizer"] == "adam")
+
+
+_MUON = "integration/test_muon.py::test_a_death_and_other_stages"
 
 
 _OPTIMIZER: Rows = joined(
@@ -115,7 +124,9 @@ _OPTIMIZER: Rows = joined(
         "optimizer",
         condition=Together(
             _can_go_on,
-            "use adam, or sgd without --save and --load: Megatron can't load what it saves of it",
+            "use adam; or sgd without --save and --load, since Megatron can't load what it saves of it; or muon with "
+            "--muon-tp-mode blockwise and --muon-scalar-optimizer adam, without --use-distributed-optimizer and "
+            "--loss-scale: in other modes it communicates during the step",
         ),
     ),
     tested("integration/test_flags.py::test_a_death_and_other_degrees", "sgd_momentum"),
@@ -126,9 +137,8 @@ _OPTIMIZER: Rows = joined(
         "apply_wd_to_qk_layernorm no_weight_decay_cond_type",
     ),
     without("optimizer=lion", "core.optimizer.optimizer_config:OptimizerConfig", "lion_beta1 lion_beta2"),
-    without(
-        "optimizer=muon",
-        "core.optimizer.optimizer_config:OptimizerConfig",
+    tested(
+        _MUON,
         """muon_momentum muon_split_qkv muon_nesterov muon_scale_mode muon_fp32_matmul_prec muon_coefficient_type
         muon_num_ns_steps muon_tp_mode muon_extra_scale_factor muon_scalar_optimizer""",
     ),

@@ -81,7 +81,11 @@ def test_a_plan_of_the_jobs_own_layers_is_said_in_short() -> None:
         (TOO_LITTLE, {}, "too little memory"),
         (found(UNLIKE), {"running": UNLIKE}, "what the last plan gave them"),
         (found(UNLIKE), {"running": None}, "what the last plan gave them"),
-        (found(UNLIKE), {"whole_layers": True}, "experts with tensor parallelism only beside --sequence-parallel"),
+        (
+            found(UNLIKE),
+            {"keeps_degree": "of its optimizer"},
+            "each stage needs the job's own number of TP members, 1: of its optimizer",
+        ),
     ],
 )
 def test_uniform_plans_where_there_is_no_such_plan(said: PlannerAnswer, changed: dict[str, Any], reason: str) -> None:

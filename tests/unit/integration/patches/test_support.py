@@ -15,7 +15,7 @@ from megatron.training import arguments
 
 from megatron_resihp.config import ResihpConfig
 from megatron_resihp.integration.patches import flags
-from megatron_resihp.integration.support import refusals
+from megatron_resihp.integration.support import TABLE, refusals
 
 COMMON = """
     --resihp --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel --num-layers 4
@@ -41,6 +41,7 @@ COMMON = """
     --no-one-logger --profile --use-pytorch-profiler --profile-ranks 0 1 --profile-step-start 3 --profile-step-end 5
 """.split()
 
+SINCE_019 = pytest.mark.since_megatron("0.19")
 Check = Callable[..., argparse.Namespace]
 
 
@@ -92,7 +93,7 @@ def test_a_common_command_line_is_taken(check: Check) -> None:
     [
         "--expert-model-parallel-size 2", "--moe-expert-rank-capacity-factor 1",
         "--use-megatron-fsdp", "--use-torch-fsdp2", "--fp8-format hybrid", "--enable-cuda-graph",
-        "--mtp-use-repeated-layer", "--mtp-detach-heads",
+        "--mtp-use-repeated-layer", pytest.param("--mtp-detach-heads", marks=SINCE_019),
         "--cuda-graph-impl local", "--cuda-graph-modules full_iteration",
         "--step-batch-size-schedule 0:8", "--tp-comm-overlap",
         "--delay-wgrad-compute",
@@ -316,6 +317,25 @@ def test_gradient_descent_is_let_in_where_nothing_is_saved() -> None:
         assert "can't load what it saves" in refused(**{"optimizer": "sgd", directory: "d"})[0]
 
 
+@pytest.mark.parametrize(
+    ("changed", "let_in"),
+    [
+        ({}, True),
+        ({"save": "d"}, True),
+        ({"muon_tp_mode": "duplicated"}, False),
+        ({"muon_scalar_optimizer": "lion"}, False),
+        ({"use_distributed_optimizer": True}, False),
+        ({"loss_scale": 128.0}, False),
+    ],
+)
+def test_muon_is_let_in_where_its_step_is_each_workers_own(changed: dict[str, Any], let_in: bool) -> None:
+    given = {
+        "optimizer": "muon", "muon_tp_mode": "blockwise", "muon_scalar_optimizer": "adam",
+        "use_distributed_optimizer": False, "loss_scale": None,
+    } | changed  # fmt: skip
+    assert (TABLE["optimizer"].refusal(given, {}, {"optimizer": "--optimizer"}) is None) == let_in
+
+
 def test_refusals_speak_of_what_was_given() -> None:
     values = SimpleNamespace(use_torch_fsdp2=True, seed=3, optimizer="lion", new_in_megatron=0)
     lines = refusals(
@@ -325,8 +345,9 @@ def test_refusals_speak_of_what_was_given() -> None:
     )
     assert lines == [
         "--new-in-megatron is not supported with --resihp: nobody has yet read what it does; leave it or --resihp out",
-        "--optimizer lion is not supported with --resihp: use adam, or sgd without --save and --load: Megatron "
-        "can't load what it saves of it",
+        "--optimizer lion is not supported with --resihp: use adam; or sgd without --save and --load, since Megatron "
+        "can't load what it saves of it; or muon with --muon-tp-mode blockwise and --muon-scalar-optimizer adam, "
+        "without --use-distributed-optimizer and --loss-scale: in other modes it communicates during the step",
         "--use-torch-fsdp2 is not supported with --resihp: shards of parameters that exist once are lost with their "
         "worker: there are no copies of them; use --use-distributed-optimizer",
     ]
@@ -336,7 +357,8 @@ def test_refusals_speak_of_what_was_given() -> None:
     "command",
     [
         "--num-experts 4", "--mtp-num-layers 1", "--hidden-dropout 0.1", "--attention-dropout 0.1", "--fp16",
-        "--fp8-format e4m3 --fp8-recipe tensorwise", "--reset-position-ids", "--dataloader-inter-document-masking",
+        "--fp8-format e4m3 --fp8-recipe tensorwise", "--reset-position-ids",
+        pytest.param("--dataloader-inter-document-masking", marks=SINCE_019),
         "--window-size 4,0", "--softmax-type learnable", "--multi-latent-attention",
         "--num-distributed-optimizer-instances 2 --use-distributed-optimizer", "--cp-comm-type a2a",
         "--resihp-strategy joint", "--resihp-spread-replicas", "--resihp-plan auto",
