@@ -28,11 +28,12 @@ class JobDescription:
     """One job; all of its workers say the same of its sizes.
 
     Attributes:
-        tensor_parallel, pipeline_parallel, context_parallel: degrees.
+        tensor_parallel, pipeline_parallel, context_parallel, expert_parallel: degrees.
         micro_batches: in a global batch.
         chunks: the job's own split into layers.
         seq_length: tokens.
         sequence_parallel: members of a stage share the tokens between layers.
+        experts: of a layer that has any; 0: none has.
         whole_layers: each layer must be on one worker: there are experts, and no sequence parallelism.
         micro_batch_group: micro-batches that go through one chunk of an interleaved pipeline before its stages turn to
             the next chunk; None: it isn't interleaved.
@@ -95,3 +96,5 @@ class JobDescription:
     saves: bool = False
     context_parallel: Degree = 1
     whole_layers: bool = False
+    expert_parallel: Degree = 1
+    experts: Natural = 0

@@ -8,7 +8,7 @@ from typing import Final
 
 MAJOR: Final = 1
 """Another one means other things by the same fields: it is refused."""
-MINOR: Final = 3
+MINOR: Final = 4
 """Goes up with every new field, which needs a default."""
 VERSION: Final = f"{MAJOR}.{MINOR}"
 
