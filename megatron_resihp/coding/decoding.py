@@ -230,7 +230,7 @@ def _decode_row(kinds: tuple[Any, ...], named: Any) -> Decode:
 
     def decode_row(value: Any, tolerance: Tolerance) -> Any:
         if len(_list(value)) not in (len(decoders), without):
-            raise WrongValueError(f"has {len(value)} items, not {len(decoders)}")
+            raise WrongValueError(f"has {len(value)} items, not {without}")
         items: list[Any] = []
         try:
             for decoder, each in zip(decoders[: len(value)], value, strict=True):

@@ -408,7 +408,8 @@ def check_digests(job: Job) -> None:
     found: dict[str, dict[int, str]] = {}
     for event in reports:
         for key, digest in event["digests"].items():
-            # What was reported before the epoch broke has other keys: those of slices have an odd count of numbers.
+            # What was reported before the epoch broke has other keys: those of slices have an odd count of numbers,
+            # those of shards and of a distributed optimizer's parts an even one.
             if native == (key.count("/") % 2 == 1):
                 found.setdefault(key, {})[event["worker"]] = digest
     if native:

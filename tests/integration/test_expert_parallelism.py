@@ -18,7 +18,8 @@ pytestmark = pytest.mark.nightly
 
 WORKERS = 4
 SHARED: dict[str, Any] = EXPERTS | {
-    "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall", "train_iters": 9, "global_batch_size": 8,
+    "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "moe_token_dispatcher_type": "alltoall",
+    "train_iters": 9, "global_batch_size": 8,
 }  # fmt: skip
 """Two pairs of workers: each pair shares the experts."""
 

@@ -159,7 +159,10 @@ def _of_sharers(shape: JobShape, own: Sequence[Chunk], held: Held, previous: Par
     if lost:
         first = lost[0]
         which = f"share {first.expert_rank} of {first.expert_degree} of the experts of layer {first.first}"
-        raise NoPlanError(f"{which} is held by no survivor")
+        grain = _grain((*held.values(), lost))
+        gone, degree = _cells(lost, grain), shape.tensor_parallel
+        missing = [each for each in shape.coordinates() if gone & _cells(shards_at(own, each, degree), grain)]
+        raise NoPlanError(f"{which} is held by no survivor", tuple(missing))
     whole = plan.expert_parallel == 1
     kept = {each: coordinate_at(own, held[each], shape.tensor_parallel) if whole else None for each in plan.standbys}
     return replace(plan, standbys=kept)

@@ -361,7 +361,8 @@ EXPERTS = ["--num-experts", "4", "--expert-model-parallel-size", "2", "--moe-tok
 
 
 ALONE = ["--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1"]
-IN_FP32 = [word for word in COMMON if word not in ("--bf16", "--sequence-parallel")]
+NOT_HELD = ("--bf16", "--sequence-parallel", "--use-distributed-optimizer", "--overlap-param-gather")
+IN_FP32 = [word for word in COMMON if word not in NOT_HELD]
 
 
 def test_experts_may_be_shared(check: Check) -> None:
