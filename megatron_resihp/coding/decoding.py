@@ -226,13 +226,14 @@ def _decode_rows(decoder: Decode) -> Decode:
 
 def _decode_row(kinds: tuple[Any, ...], named: Any) -> Decode:
     decoders = [_decoder(kind) for kind in kinds]
+    without = len(kinds) - (len(named._field_defaults) if named is not None else 0)
 
     def decode_row(value: Any, tolerance: Tolerance) -> Any:
-        if len(_list(value)) != len(decoders):
-            raise WrongValueError(f"has {len(value)} items, not {len(decoders)}")
+        if len(_list(value)) not in (len(decoders), without):
+            raise WrongValueError(f"has {len(value)} items, not {without}")
         items: list[Any] = []
         try:
-            for decoder, each in zip(decoders, value, strict=True):
+            for decoder, each in zip(decoders[: len(value)], value, strict=True):
                 items.append(decoder(each, tolerance))
         except WrongValueError as error:
             error.where.insert(0, str(len(items)))

@@ -52,7 +52,9 @@ def _encoder_of_class(kind: type) -> Encode | None:
     if dataclasses.is_dataclass(kind):
         return _object(kind)
     if issubclass(kind, tuple):
-        return _row(tuple(get_type_hints(kind, include_extras=True).values()))
+        row = _row(tuple(get_type_hints(kind, include_extras=True).values()))
+        defaults = tuple(getattr(kind, "_field_defaults", {}).values())
+        return _without_defaults(row, defaults) if defaults else row
     return None
 
 
@@ -73,6 +75,11 @@ def _row(kinds: tuple[Any, ...]) -> Encode:
     return lambda value: [
         each if encoder is None else encoder(each) for encoder, each in zip(encoders, value, strict=True)
     ]
+
+
+def _without_defaults(row: Encode, defaults: tuple[Any, ...]) -> Encode:
+    """A NamedTuple's row without its last items, where all that have defaults have these."""
+    return lambda value: row(value)[: -len(defaults)] if tuple(value[-len(defaults) :]) == defaults else row(value)
 
 
 def _mapping(encoder: Encode | None) -> Encode:

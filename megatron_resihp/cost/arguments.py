@@ -5,6 +5,7 @@ from typing import Final
 
 ARGUMENTS: Final = (
     "add_bias_linear", "add_qkv_bias", "attention_backend", "attention_dropout", "attention_output_gate",
+    "expert_model_parallel_size", "expert_tensor_parallel_size",
     "ffn_hidden_size", "group_query_attention", "hidden_dropout", "hidden_size", "kv_channels", "kv_lora_rank",
     "make_vocab_size_divisible_by", "max_position_embeddings", "moe_ffn_hidden_size", "moe_layer_freq",
     "moe_router_topk", "moe_shared_expert_gate", "moe_shared_expert_intermediate_size", "multi_latent_attention",

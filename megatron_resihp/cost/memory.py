@@ -95,6 +95,8 @@ def memory_of(plan: ParallelPlan, model: Model, training: Training, kept_until_w
         PlanError: the plan's layers differ from the model's, or members of a stage cannot share a layer.
     """
     replicas = [with_layers(replica, model) for replica in plan.replicas]
+    if plan.expert_parallel > 1:
+        training = replace(training, expert_parallel=plan.expert_parallel)
     accountant = _Accountant(model, training, replicas, kept_until_w, context=plan.context_parallel)
     used: dict[int, MemoryUse] = {}
     alike: dict[tuple[object, ...], dict[Coordinate, MemoryUse]] = {}
@@ -244,9 +246,10 @@ class _Accountant:
         training = self._training
         held, optimizer = Fraction(0), Fraction(0)
         has_embedding = any(shard.first == 0 for shard in shards)
-        for first, end, tp_rank, degree in shards:
-            rank = tp_rank if self._uneven(degree) else 0
-            for number in range(first, end):
+        for shard in shards:
+            degree = shard.tp_degree
+            rank = shard.tp_rank if self._uneven(degree) else 0
+            for number in range(shard.first, shard.end):
                 key = (self._index[number], degree, rank, self._copies[number], has_embedding)
                 if key not in self._state_by:
                     self._state_by[key] = self._state(*key)

@@ -23,7 +23,7 @@ class EpochStarted(Event):
         Plan,
         '`{"replicas": [{"stages": [[worker ids of the TP members], ...], "micro_batches": [indices]}], '
         '"standbys": {worker id: [stage, tp_rank] or null}}`; `"context_parallel": n` where n replicas in a row share '
-        "each sequence",
+        'each sequence; `"expert_parallel": n` where n in a row share experts',
     ]
     digest: Annotated[str | None, "digest of the plan, the same on all members"] = None
 

@@ -14,6 +14,7 @@ def differences(before: ParallelPlan, after: ParallelPlan) -> tuple[str, ...]:
         *_of_migrations(before, after),
         *_of_workers(before, after),
         *_of("context-parallel degree", before.context_parallel, after.context_parallel),
+        *_of("expert-parallel degree", before.expert_parallel, after.expert_parallel),
         *_of("uneven shards", before.uneven_shards, after.uneven_shards),
     )
 

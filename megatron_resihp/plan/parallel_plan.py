@@ -17,7 +17,7 @@ from megatron_resihp.coding.errors import MissingFieldError, WrongValueError
 from megatron_resihp.plan.errors import PlanError
 from megatron_resihp.plan.rank_grid import RankGrid
 from megatron_resihp.plan.replica import Coordinate, Kept, Migration, Replica, Shard, WrittenKept, shards_at
-from megatron_resihp.plan.rules import check
+from megatron_resihp.plan.rules import Sharing, check
 
 VERSION: Final = 2
 """Version of a plan's JSON. Plans of version 1 do not say it; they had no chunks, schedules, migrations or marks."""
@@ -32,6 +32,7 @@ class _Written:
     migrations: tuple[Migration, ...] = omitted_if(())
     uneven_shards: bool = omitted_if(False)
     context_parallel: int = omitted_if(1)
+    expert_parallel: int = omitted_if(1)
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class ParallelPlan:
             know. That depends on the model; `cost.memory.check_plan` checks it.
         context_parallel: how many consecutive replicas share each sequence. They run the same micro-batches, each its
             part of every sequence, and each has the whole model.
+        expert_parallel: how many consecutive replicas share each layer's experts. They run as many micro-batches, and
+            each has a share of the experts and all the rest of the model.
 
     Equal plans have equal hashes; plans may be pickled and copied.
 
@@ -58,15 +61,16 @@ class ParallelPlan:
     migrations: tuple[Migration, ...] = ()
     uneven_shards: bool = False
     context_parallel: int = 1
+    expert_parallel: int = 1
 
     def __post_init__(self) -> None:
-        check(self.replicas, self.standbys, self.migrations, self.context_parallel)
+        check(self.replicas, self.standbys, self.migrations, Sharing(self.context_parallel, self.expert_parallel))
         # A read-only copy: neither the plan nor the caller's own dict can change it.
         object.__setattr__(self, "standbys", MappingProxyType(dict(self.standbys)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A proxy can be neither pickled nor copied.
-        rest = self.migrations, self.uneven_shards, self.context_parallel
+        rest = self.migrations, self.uneven_shards, self.context_parallel, self.expert_parallel
         return ParallelPlan, (self.replicas, dict(self.standbys), *rest)
 
     @cached_property
@@ -142,7 +146,8 @@ class ParallelPlan:
         replica = self.replicas[index]
         if not replica.chunks:
             raise PlanError("the plan doesn't say which layers its stages run")
-        return shards_at(replica.chunks, coordinate, len(replica.stages[coordinate.stage]))
+        experts = index % self.expert_parallel, self.expert_parallel
+        return shards_at(replica.chunks, coordinate, len(replica.stages[coordinate.stage]), experts)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, without what the plan does not use."""
@@ -165,7 +170,7 @@ class ParallelPlan:
             raise PlanError(f"the plan lacks {name!r}{f' of {".".join(holder)}' if holder else ''}") from None
         except WrongValueError as error:
             raise PlanError(f"this is no plan: {error}; give the JSON of a plan") from None
-        rest = written.migrations, written.uneven_shards, written.context_parallel
+        rest = written.migrations, written.uneven_shards, written.context_parallel, written.expert_parallel
         return cls(written.replicas, written.standbys, *rest)
 
     @property
@@ -184,8 +189,13 @@ def data_parallel_of(plan: ParallelPlan) -> int:
     return len(plan.replicas) // plan.context_parallel
 
 
+def sharing_of(plan: ParallelPlan) -> int:
+    """How many consecutive replicas meet in every layer, since they share sequences or experts."""
+    return max(plan.context_parallel, plan.expert_parallel)
+
+
 def _written(plan: ParallelPlan) -> _Written:
-    rest = plan.migrations, plan.uneven_shards, plan.context_parallel
+    rest = plan.migrations, plan.uneven_shards, plan.context_parallel, plan.expert_parallel
     return _Written(plan.replicas, dict(sorted(plan.standbys.items())), *rest)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
-from megatron_resihp.coding import FILE, Form, decode, omitted_if
+from megatron_resihp.coding import FILE, Form, decode, encode, omitted_if
 from megatron_resihp.plan.layers import Chunk
 from megatron_resihp.plan.schedule import Schedule
 
@@ -23,18 +23,28 @@ class Shard(NamedTuple):
     Attributes:
         first, end: layers first, …, end − 1.
         tp_rank, tp_degree: which tensor-parallel share of each layer, and how many there are.
+        expert_rank, expert_degree: which share of each layer's experts, and how many there are. What is no expert's is
+            in all of them.
     """
 
     first: int
     end: int
     tp_rank: int
     tp_degree: int
+    expert_rank: int = 0
+    expert_degree: int = 1
 
 
-def shards_at(chunks: Sequence[Chunk], coordinate: Coordinate, degree: int) -> tuple[Shard, ...]:
-    """The shards at a coordinate: its share, of `degree`, of each chunk of its stage that has layers."""
+def shards_at(
+    chunks: Sequence[Chunk], coordinate: Coordinate, degree: int, experts: tuple[int, int] = (0, 1)
+) -> tuple[Shard, ...]:
+    """The shards at a coordinate: its share, of `degree`, of each chunk of its stage that has layers.
+
+    Args:
+        experts: which share of the experts, and of how many.
+    """
     return tuple(
-        Shard(chunk.first, chunk.end, coordinate.tp_rank, degree)
+        Shard(chunk.first, chunk.end, coordinate.tp_rank, degree, *experts)
         for chunk in chunks
         if chunk.stage == coordinate.stage and chunk.end > chunk.first
     )
@@ -57,7 +67,7 @@ class Migration(NamedTuple):
 def _plain_kept(kept: "Kept") -> list[Any] | None:
     if kept is None:
         return None
-    return list(kept) if isinstance(kept, Coordinate) else [list(shard) for shard in kept]
+    return list(kept) if isinstance(kept, Coordinate) else [encode(shard) for shard in kept]
 
 
 def _kept_of(value: Any) -> "Kept":

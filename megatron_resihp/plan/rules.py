@@ -6,6 +6,7 @@ Whether a plan fits a model and its devices' memory depends on more than the pla
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from megatron_resihp.plan.errors import PlanError
 from megatron_resihp.plan.layers import check_chunks, in_turns
@@ -16,18 +17,27 @@ Place = tuple[int, int]
 """A replica and one of its stages."""
 
 
+class Sharing(NamedTuple):
+    """How many consecutive replicas share each sequence, and how many share each layer's experts."""
+
+    context: int = 1
+    experts: int = 1
+
+
 def check(
     replicas: Sequence[Replica],
     standbys: Mapping[int, Kept],
     migrations: Sequence[Migration],
-    context_parallel: int = 1,
+    sharing: Sharing,
 ) -> None:
     """Raises PlanError if the parts of a plan break a rule; the message names it."""
     if not replicas:
         raise PlanError("a plan needs at least one replica")
     _check_workers(replicas, standbys)
-    _check_context(replicas, migrations, context_parallel)
-    _check_micro_batches(replicas[::context_parallel])
+    _check_sharing(replicas, migrations, sharing.context, "sequences", "context")
+    _check_sharing(replicas, migrations, sharing.experts, "experts", "expert")
+    _check_groups(replicas, standbys, sharing)
+    _check_micro_batches(replicas[:: sharing.context])
     _check_layers(replicas)
     _check_standbys(replicas, standbys)
     _check_migrations(replicas, migrations)
@@ -49,22 +59,39 @@ def _check_workers(replicas: Sequence[Replica], standbys: Mapping[int, Kept]) ->
         seen.add(worker)
 
 
-def _check_context(replicas: Sequence[Replica], migrations: Sequence[Migration], degree: int) -> None:
-    """Replicas that share sequences meet in every layer: all of them run the same ops in the same order."""
+def _check_sharing(
+    replicas: Sequence[Replica], migrations: Sequence[Migration], degree: int, what: str, kind: str
+) -> None:
+    """Replicas that share something meet in every layer: all of them run the same ops in the same order."""
     if type(degree) is not int or degree < 1:
-        raise PlanError(f"a context-parallel degree is a whole number >= 1, got {degree!r}")
+        article = "an" if kind == "expert" else "a"
+        raise PlanError(f"{article} {kind}-parallel degree is a whole number >= 1, got {degree!r}")
     if degree == 1:
         return
     if len(replicas) % degree:
-        raise PlanError(f"{len(replicas)} replicas can't share sequences in groups of {degree}")
+        raise PlanError(f"{len(replicas)} replicas can't share {what} in groups of {degree}")
     if migrations:
-        raise PlanError("work can't be migrated between replicas that share sequences")
+        raise PlanError(f"work can't be migrated between replicas that share {what}")
     if len({(each.shape, each.chunks, each.schedule) for each in replicas}) > 1:
-        raise PlanError("replicas that share sequences must have the same stages, layers and order of ops")
-    for first in range(0, len(replicas), degree):
-        if len({each.micro_batches for each in replicas[first : first + degree]}) > 1:
-            said = f"replicas {first} to {first + degree - 1} share sequences and must have the same micro-batches"
+        raise PlanError(f"replicas that share {what} must have the same stages, layers and order of ops")
+
+
+def _check_groups(replicas: Sequence[Replica], standbys: Mapping[int, Kept], sharing: Sharing) -> None:
+    """Those that share sequences run the same micro-batches; those that share experts as many of them."""
+    context, experts = sharing
+    if context > 1 and experts > 1:
+        raise PlanError("replicas that share sequences can't share experts, too")
+    for first in range(0, len(replicas), context):
+        if len({each.micro_batches for each in replicas[first : first + context]}) > 1:
+            said = f"replicas {first} to {first + context - 1} share sequences and must have the same micro-batches"
             raise PlanError(said)
+    for first in range(0, len(replicas), experts):
+        if len({len(each.micro_batches) for each in replicas[first : first + experts]}) > 1:
+            members = f"replicas {first} to {first + experts - 1}"
+            raise PlanError(f"{members} share experts and must have equal numbers of micro-batches")
+    kept = sorted(worker for worker, shard in standbys.items() if shard is not None)
+    if experts > 1 and kept:
+        raise PlanError(f"worker {kept[0]} has no work and can't keep a shard where replicas share experts")
 
 
 def _check_micro_batches(replicas: Sequence[Replica]) -> None:

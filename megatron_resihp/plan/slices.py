@@ -17,6 +17,8 @@ WHOLE: Final = -1
 TIED: Final = -1
 """The layer number of word embeddings that the head has, too, as its weights or to predict further tokens; they are
 with the first layer and with the head."""
+NO_EXPERT: Final = -1
+"""The share of experts of what is no expert's, and of all of a layer where every shard has all of its experts."""
 
 
 class Slice(NamedTuple):
@@ -25,18 +27,37 @@ class Slice(NamedTuple):
     Attributes:
         layer: its number, or TIED.
         cut: which of equally many cuts of each of its tensor-parallel parameters, or WHOLE.
+        share: which of equally many shares of its experts, or NO_EXPERT.
     """
 
     layer: int
     cut: int
+    share: int = NO_EXPERT
 
     def __str__(self) -> str:
-        return f"{self.layer}/{self.cut}"
+        return f"{self.layer}/{self.cut}" + ("" if self.share == NO_EXPERT else f":{self.share}")
 
 
 def cuts_of(shards: Iterable[Shard]) -> int:
     """The number of cuts per layer with which every shard consists of whole cuts."""
     return math.lcm(*(shard.tp_degree for shard in shards))
+
+
+def shares_of(shards: Iterable[Shard]) -> int:
+    """The number of shares of each layer's experts with which every shard has whole shares."""
+    return math.lcm(*(shard.expert_degree for shard in shards))
+
+
+def shares_of_shard(shard: Shard, shares: int) -> range:
+    """The shares of experts that a shard has.
+
+    Raises:
+        ValueError: their number is not a multiple of its degree.
+    """
+    each, rest = divmod(shares, shard.expert_degree)
+    if rest:
+        raise ValueError(f"a share of {shard.expert_degree} of the experts is not made of whole shares of {shares}")
+    return range(shard.expert_rank * each, (shard.expert_rank + 1) * each)
 
 
 def cuts_of_shard(shard: Shard, cuts: int) -> range:
@@ -51,17 +72,19 @@ def cuts_of_shard(shard: Shard, cuts: int) -> range:
     return range(shard.tp_rank * each, (shard.tp_rank + 1) * each)
 
 
-def slices_of(shards: Iterable[Shard], cuts: int, tied_head: int | None) -> frozenset[Slice]:
+def slices_of(shards: Iterable[Shard], cuts: int, tied_head: int | None, shares: int = 1) -> frozenset[Slice]:
     """The slices that a worker with these shards holds.
 
     Args:
         shards: of one worker.
         cuts: the result of `cuts_of` for all workers' shards.
         tied_head: number of the head's layer if it has the word embeddings, too.
+        shares: the result of `shares_of` for all workers' shards; 1: experts are no slices of their own.
     """
     found = set()
     for shard in shards:
         numbers = cuts_of_shard(shard, cuts)
+        own = shares_of_shard(shard, shares) if shares > 1 else ()
         for layer in range(shard.first, shard.end):
             tied = tied_head is not None and layer in (0, tied_head)
             found.add(Slice(layer, WHOLE))
@@ -69,6 +92,7 @@ def slices_of(shards: Iterable[Shard], cuts: int, tied_head: int | None) -> froz
                 found |= {Slice(TIED, cut) for cut in numbers}
             if not tied or layer:  # the head may have more than the word embeddings
                 found |= {Slice(layer, cut) for cut in numbers}
+            found |= {Slice(layer, cut, share) for share in own for cut in (WHOLE, *numbers)}
     return frozenset(found)
 
 

@@ -91,7 +91,9 @@ def _add_common(found: Array, have: "_Rectangles", need: "_Rectangles", size: Ar
 
 
 class _Rectangles(NamedTuple):
-    """Shards of several owners: layers first, …, end − 1, and of each layer the share start to stop; each [shards]."""
+    """Shards of several owners: layers first, …, end − 1, and of each layer the share start to stop; each [shards].
+    Planners make no plans whose replicas share experts, so each shard has all of its layers' experts.
+    """
 
     owner: Index
     first: Index
@@ -102,7 +104,7 @@ class _Rectangles(NamedTuple):
     @classmethod
     def of(cls, shards_of: Sequence[Shards]) -> "_Rectangles":
         rows = np.array(
-            [(owner, *shard) for owner, shards in enumerate(shards_of) for shard in shards], np.int64
+            [(owner, *shard[:4]) for owner, shards in enumerate(shards_of) for shard in shards], np.int64
         ).reshape(-1, 5)
         owner, first, end, rank, degree = rows.T.copy()  # contiguous, or Numba compiles each function once more
         return cls(owner, first, end, rank / degree, (rank + 1) / degree)

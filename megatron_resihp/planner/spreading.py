@@ -29,13 +29,21 @@ def fatal_nodes(plan: ParallelPlan, node_of: NodeOf, shared_optimizer: bool) -> 
     """
     found = set[int]()
     for coordinate in plan.grid.coordinates():
-        nodes = {node_of(worker) for worker in plan.grid.holders_of(coordinate)}
-        if len(nodes) == 1:
-            found |= nodes
+        for holders in holders_of_experts(plan, coordinate):
+            nodes = {node_of(worker) for worker in holders}
+            if len(nodes) == 1:
+                found |= nodes
         for owner, keeper in copies_at(plan, coordinate) if shared_optimizer else ():
             if node_of(owner) == node_of(keeper):
                 found.add(node_of(owner))
     return frozenset(found)
+
+
+def holders_of_experts(plan: ParallelPlan, coordinate: Coordinate) -> list[tuple[int, ...]]:
+    """All workers that have a shard, by the share of its experts that they have."""
+    if plan.expert_parallel == 1:
+        return [plan.grid.holders_of(coordinate)]
+    return [plan.grid.workers_at(coordinate)[share :: plan.expert_parallel] for share in range(plan.expert_parallel)]
 
 
 def spread(bases: Sequence[ParallelPlan], node_of: NodeOf, shared_optimizer: bool) -> ParallelPlan:

@@ -4,7 +4,8 @@
 In each replica, one worker works on each shard. A worker keeps the shard that it holds if the plan needs it there. If a
 shard has fewer living holders than there are replicas, a surplus worker moves to it and fetches its state.
 
-With context parallelism, replicas share sequences in groups of one size, which may be smaller than the job's own.
+With context parallelism, replicas share sequences in groups of one size, which may be smaller than the job's own. With
+expert parallelism, they share experts in such groups.
 """
 
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 from megatron_resihp.plan import Coordinate, ParallelPlan, Replica, deal, even_counts
 from megatron_resihp.plan.microbatches import grouped_counts
+from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.planner.spreading import Homes, spread
 
 
@@ -38,6 +40,16 @@ def context_degrees(own: int, tokens: int, members: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((own, *fitting, 1)))
 
 
+def expert_degrees(own: int, experts: int) -> tuple[int, ...]:
+    """How many replicas may share each layer's experts, the job's own number first: all of them have as many.
+
+    Args:
+        own: the job's.
+        experts: of a layer; 0: there are none.
+    """
+    return tuple(degree for degree in range(own, 0, -1) if experts % degree == 0) if experts else (1,)
+
+
 @dataclass(frozen=True)
 class JobShape:
     """What a failure may not change.
@@ -50,6 +62,7 @@ class JobShape:
         distributed_optimizer: replicas share the optimizer's state out.
         spread_replicas: the user wants no shard on one node only.
         context_degrees: how many replicas may share each sequence; the job's own number first.
+        expert_degrees: how many may share each layer's experts; the job's own number first.
     """
 
     tensor_parallel: int
@@ -60,6 +73,7 @@ class JobShape:
     distributed_optimizer: bool = False
     spread_replicas: bool = False
     context_degrees: tuple[int, ...] = (1,)
+    expert_degrees: tuple[int, ...] = (1,)
 
     def node_of(self, worker: int) -> int:
         """Where a worker lives."""
@@ -69,6 +83,11 @@ class JobShape:
     def fewest_micro_batches(self) -> int:
         """Of a replica: Megatron's interleaved schedule needs one for each stage."""
         return 1 if self.micro_batch_group is None else self.pipeline_parallel
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether replicas share experts in the job's own layout."""
+        return self.expert_degrees[0] > 1
 
     def context_parallel(self, replicas: int) -> int:
         """How many of them share each sequence: as many as need the least time, and of several numbers the largest,
@@ -91,11 +110,38 @@ class JobShape:
     def _degrees(self) -> str:
         return " or ".join(map(str, self.context_degrees))
 
-    def shares(self, replicas: int) -> tuple[int, ...]:
-        """How many micro-batches each replica runs, or each group of those that share sequences."""
+    def expert_parallel(self, replicas: int) -> tuple[int, int]:
+        """How many share each layer's experts, and how many of the replicas then work: as for sequences, of the numbers
+        that need the least time the largest one, with which each worker holds the fewest experts.
+
+        Raises:
+            NoPlanError: there are too few replicas, or micro-batches don't go evenly into groups of them.
+        """
+        working = {degree: degree * self._expert_groups(replicas, degree) for degree in self.expert_degrees}
+        possible = [degree for degree, count in working.items() if count]
+        if not possible:
+            said = " or ".join(map(str, self.expert_degrees))
+            raise NoPlanError(f"{replicas} complete replicas can't share experts in groups of {said}")
+        degree = min(possible, key=lambda each: (max(self.shares(working[each], each)), -each))
+        return degree, working[degree]
+
+    def _expert_groups(self, replicas: int, degree: int) -> int:
+        """How many groups of so many they form, of which each member has a micro-batch at least, and all as many."""
+        rounds, rest = divmod(self.micro_batches, degree)
+        return 0 if rest else min(replicas // degree, rounds // self.fewest_micro_batches)
+
+    def shares(self, replicas: int, sharing_experts: int = 1) -> tuple[int, ...]:
+        """How many micro-batches each replica runs, or each group of those that share sequences.
+
+        Args:
+            sharing_experts: so many replicas in a row run as many.
+        """
+        rounds, groups = self.micro_batches // sharing_experts, replicas // sharing_experts
         if self.micro_batch_group is None:
-            return even_counts(self.micro_batches, replicas)
-        return grouped_counts(self.micro_batches, replicas, self.pipeline_parallel, self.micro_batch_group)
+            counts = even_counts(rounds, groups)
+        else:
+            counts = grouped_counts(rounds, groups, self.pipeline_parallel, self.micro_batch_group)
+        return tuple(count for count in counts for _ in range(sharing_experts))
 
     @property
     def replica_size(self) -> int:
@@ -133,9 +179,11 @@ def _megatrons_own(shape: JobShape, workers: int, pipeline_last: bool) -> Parall
         row = group + groups * stage if pipeline_last else stage + shape.pipeline_parallel * group
         return tp_rank + shape.tensor_parallel * (place + context * row)
 
+    if groups % shape.expert_degrees[0]:
+        raise NoPlanError(f"{groups} replicas can't share experts in groups of {shape.expert_degrees[0]}")
     replicas = range(groups * context)
     grid = [{c: worker(replica, c.stage, c.tp_rank) for c in shape.coordinates()} for replica in replicas]
-    return _plan(grid, shape, {}, context)
+    return _plan(grid, shape, {}, Sharing(context, shape.expert_degrees[0]))
 
 
 def plan_uniform(shape: JobShape, held: Mapping[int, Coordinate | None], previous: ParallelPlan) -> ParallelPlan:
@@ -162,13 +210,22 @@ def plan_uniform(shape: JobShape, held: Mapping[int, Coordinate | None], previou
     complete = len(held) // shape.replica_size
     if not complete or shape.micro_batches < shape.fewest_micro_batches:
         raise NoPlanError(f"{len(held)} survivors are fewer than TP x PP = {shape.replica_size}")
-    context = shape.context_parallel(complete)
-    replicas = context * shape.groups(complete, context)
+    sharing, replicas = _sharing(shape, complete)
     chosen = {c: workers[:replicas] for c, workers in holders.items()}
     free = sorted(set(held) - {w for workers in chosen.values() for w in workers})
     moved = _fill(chosen, replicas, free, shape, Homes(held, shape.node_of))
-    standbys = {worker: held[worker] for worker in free if worker not in moved}
-    return _plan(_arrange(chosen, replicas, previous, shape), shape, standbys, context)
+    # Where experts are shared, a standby would keep a share of them that no plan may ask for.
+    standbys = {worker: None if sharing.experts > 1 else held[worker] for worker in free if worker not in moved}
+    return _plan(_arrange(chosen, replicas, previous, shape), shape, standbys, sharing)
+
+
+def _sharing(shape: JobShape, complete: int) -> tuple[Sharing, int]:
+    """How many of so many complete replicas share sequences or experts, and how many of them work."""
+    if shape.shares_experts:
+        experts, replicas = shape.expert_parallel(complete)
+        return Sharing(experts=experts), replicas
+    context = shape.context_parallel(complete)
+    return Sharing(context), context * shape.groups(complete, context)
 
 
 def _preference(worker: int, held: Mapping[int, Coordinate | None], previous: ParallelPlan) -> tuple[int, ...]:
@@ -233,9 +290,10 @@ def _arrange(
 
 
 def _plan(
-    grid: list[dict[Coordinate, int]], shape: JobShape, standbys: Mapping[int, Coordinate | None], context: int
+    grid: list[dict[Coordinate, int]], shape: JobShape, standbys: Mapping[int, Coordinate | None], sharing: Sharing
 ) -> ParallelPlan:
-    shares = [share for share in deal(shape.shares(len(grid) // context)) for _ in range(context)]
+    counts = shape.shares(len(grid) // sharing.context, sharing.experts)
+    shares = [share for share in deal(counts) for _ in range(sharing.context)]
     return ParallelPlan(
         replicas=tuple(
             Replica(
@@ -248,5 +306,6 @@ def _plan(
             for row, share in zip(grid, shares, strict=True)
         ),
         standbys=standbys,
-        context_parallel=context,
+        context_parallel=sharing.context,
+        expert_parallel=sharing.experts,
     )

@@ -28,12 +28,13 @@ class JobDescription:
     """One job; all of its workers say the same of its sizes.
 
     Attributes:
-        tensor_parallel, pipeline_parallel, context_parallel: degrees.
+        tensor_parallel, pipeline_parallel, context_parallel, expert_parallel: degrees.
         micro_batches: in a global batch.
         chunks: the job's own split into layers.
         seq_length: tokens.
         sequence_parallel: members of a stage share the tokens between layers.
         keeps_degree: why all stages need the job's own tensor-parallel degree; empty: they don't.
+        experts: of a layer that has any; 0: none has.
         micro_batch_group: micro-batches that go through one chunk of an interleaved pipeline before its stages turn to
             the next chunk; None: it isn't interleaved.
         pipeline_last: Megatron's default order of ranks, not --use-tp-pp-dp-mapping.
@@ -95,3 +96,5 @@ class JobDescription:
     saves: bool = False
     context_parallel: Degree = 1
     keeps_degree: str = ""
+    expert_parallel: Degree = 1
+    experts: Natural = 0

@@ -19,7 +19,8 @@ MOST_MICRO_BATCHES: Final = 1_000_000
 
 def _is_shard(shard: Shard) -> bool:
     bounded = all(0 <= number <= MOST_LAYERS for number in shard)
-    return bounded and shard.first <= shard.end and shard.tp_rank < shard.tp_degree <= MOST_SHARES
+    cut = shard.tp_rank < shard.tp_degree <= MOST_SHARES and shard.expert_rank < shard.expert_degree <= MOST_SHARES
+    return bounded and shard.first <= shard.end and cut
 
 
 def _is_chunk(chunk: Chunk) -> bool:
@@ -42,10 +43,10 @@ Worker = Natural
 Node = Natural
 Epoch = Natural
 
-HeldShard = Annotated[Shard, Holds(_is_shard, "a shard: layers first to end, TP rank below the degree")]
+HeldShard = Annotated[Shard, Holds(_is_shard, "a shard: layers first to end, ranks below their degrees")]
 HeldShards = tuple[HeldShard, ...]
 LayerChunk = Annotated[Chunk, Holds(_is_chunk, f"a chunk: stage, first and end, up to {MOST_LAYERS}")]
-DigestKey = Annotated[str, Matches(r"-?\d{1,18}(/-?\d{1,18}){1,3}", "two to four numbers with slashes between them")]
+DigestKey = Annotated[str, Matches(r"-?\d{1,18}(/-?\d{1,18}){1,4}", "two to five numbers with slashes between them")]
 """See `control.coordination.digests`."""
 
 Json = Any

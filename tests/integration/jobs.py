@@ -409,19 +409,21 @@ def check_digests(job: Job) -> None:
     reports = [event for event in job.events("digest") if event["iteration"] == last]
     epoch = max(event["epoch"] for event in reports)
     [plan] = [ParallelPlan.from_dict(e["plan"]) for e in job.events("epoch_started") if e["epoch"] == epoch]
-    native = plan.not_uniform is None
+    native = plan.not_uniform is None and plan.expert_parallel == 1
     found: dict[str, dict[int, str]] = {}
     for event in reports:
         for key, digest in event["digests"].items():
-            # What was reported before the epoch broke has other keys; odd ones are of a distributed optimizer's parts.
-            if native == (key.count("/") != 2):
+            # What was reported before the epoch broke has other keys: those of slices have an odd count of numbers,
+            # those of shards and of a distributed optimizer's parts an even one.
+            if native == (key.count("/") % 2 == 1):
                 found.setdefault(key, {})[event["worker"]] = digest
     if native:
         shards = {key for key in found if key.count("/") == 1}
         assert shards == {f"{stage}/{rank}" for stage, rank in plan.grid.coordinates()}
     else:
-        layers = range(plan.replicas[0].chunks[-1].end)
-        assert {int(key.split("/")[0]) for key in found} - {TIED} == set(layers)
+        layers = {int(key.split("/")[0]) for key in found} - {TIED}
+        chunks = plan.replicas[0].chunks
+        assert layers == set(range(chunks[-1].end if chunks else max(layers) + 1))
     for shard, digests in found.items():
         assert len(set(digests.values())) == 1, f"holders of {shard} differ: {digests}"
 

@@ -4,7 +4,7 @@
 For shards of the job's own layout a key is "stage/TP rank", and of a distributed optimizer's parts
 "stage/TP rank/part/parts"; for others "layer/cut/cuts": which of so many equal cuts of a layer. Cut −1 are the
 parameters that every member of a group holds whole, cut −2 is what a layer's modules keep besides (EXTRA), layer −1 are
-word embeddings that the head shares.
+word embeddings that the head shares. Experts that replicas share have "layer/cut/cuts/share/shares".
 """
 
 from collections import defaultdict
@@ -34,11 +34,12 @@ def name_of(key: str) -> str:
         return "stage {} TP rank {}".format(*numbers)
     if len(numbers) == 4:
         return "stage {} TP rank {}, part {} of {} of the optimizer".format(*numbers)
-    layer, cut, cuts = numbers
+    layer, cut, cuts, *experts = numbers
     name = "the word embeddings" if layer < 0 else f"layer {layer}"
     if cut == EXTRA:
         return f"{name}'s extra state"
-    return name if cut < 0 else f"{name}, cut {cut} of {cuts}"
+    cut_said = name if cut < 0 else f"{name}, cut {cut} of {cuts}"
+    return "{}, share {} of {} of the experts".format(cut_said, *experts) if experts else cut_said
 
 
 def shards_of_key(key: str, own: Sequence[Chunk], degree: int) -> tuple[Shard, ...]:
@@ -46,8 +47,9 @@ def shards_of_key(key: str, own: Sequence[Chunk], degree: int) -> tuple[Shard, .
     numbers = _numbers(key)
     if len(numbers) in (2, 4):
         return shards_at(own, Coordinate(*numbers[:2]), degree)
-    layer, cut, cuts = max(numbers[0], 0), *numbers[1:]
-    return (Shard(layer, layer + 1, 0, 1) if cut < 0 else Shard(layer, layer + 1, cut, cuts),)
+    layer, cut, cuts, *experts = max(numbers[0], 0), *numbers[1:]
+    members = (0, 1) if cut < 0 else (cut, cuts)
+    return (Shard(layer, layer + 1, *members, *experts),)
 
 
 def _numbers(key: str) -> tuple[int, ...]:

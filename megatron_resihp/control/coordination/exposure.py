@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_resihp.planner import JobShape, initial_plan
-from megatron_resihp.planner.spreading import fatal_nodes
+from megatron_resihp.planner.spreading import fatal_nodes, holders_of_experts
 
 SPREAD = "--resihp-spread-replicas"
 OPTIMIZER = "--use-distributed-optimizer"
@@ -56,11 +56,13 @@ def _fatal(shape: JobShape, workers: int, pipeline_last: bool) -> tuple[tuple[in
     plan = initial_plan(shape, workers, pipeline_last)
     nodes = fatal_nodes(plan, shape.node_of, shape.distributed_optimizer) - {0}
     # One of several holders of a shard has a copy elsewhere of its own part of the optimizer's state.
-    holders = [plan.grid.holders_of(coordinate) for coordinate in plan.grid.coordinates()]
+    holders = [those for coordinate in plan.grid.coordinates() for those in holders_of_experts(plan, coordinate)]
     return tuple(sorted(nodes)), tuple(sorted(those[0] for those in holders if len(those) == 1))
 
 
 def _mend(shape: JobShape, workers: int, pipeline_last: bool) -> str | None:
+    if shape.shares_experts:
+        return "give it more workers, or fewer of them that share experts"
     if workers == shape.replica_size:
         return "give it the workers of two replicas, or fewer stages"
     with_flag, without = f"start it with {SPREAD}", f"start it without {OPTIMIZER}"

@@ -144,6 +144,7 @@ def check_memory(after: ParallelPlan, before: ParallelPlan, own: tuple[Chunk, ..
         model, training = model_from_arguments(job.arguments), training_from_arguments(job.arguments)
     except (ModelError, TrainingError):
         return
+    training = replace(training, expert_parallel=1)  # plans say how many replicas share experts
     # These take a while to import.
     from megatron_resihp.cost import memory, room
 
@@ -165,7 +166,8 @@ def with_standbys(
     """
     plan, mode = in_short(working, own, degree)
     idle = {worker: held[worker] for worker in sorted(held.keys() - set(working.working))}
-    return replace(plan, standbys=mode.standbys(idle, own, degree))
+    kept = mode.standbys(idle, own, degree) if plan.expert_parallel == 1 else dict.fromkeys(idle)
+    return replace(plan, standbys=kept)
 
 
 def changes(before: ParallelPlan, after: ParallelPlan, own: tuple[Chunk, ...]) -> tuple[str, ...]:

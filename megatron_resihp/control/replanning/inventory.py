@@ -2,8 +2,8 @@
 """What survivors hold, and what a planner of uniform plans makes of it. Pure; imports `plan`, `planner` and
 `protocol`.
 
-Workers say what they hold as shards, in whatever layout it came to be. Layers are thought of as cut in so many equal
-shares that each shard is made of whole ones.
+Workers say what they hold as shards, in whatever layout it came to be. Layers and their experts are thought of as cut
+in so many equal shares that each shard is made of whole ones.
 """
 
 import math
@@ -11,21 +11,29 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Shard
 from megatron_resihp.plan.copies import lost_parts
 from megatron_resihp.plan.replica import shards_at
+from megatron_resihp.plan.slices import NO_EXPERT, cuts_of, cuts_of_shard, shares_of, shares_of_shard
 from megatron_resihp.plan.spelling import coordinate_at
 from megatron_resihp.planner import JobShape, NoPlanError, plan_uniform
-from megatron_resihp.planner.uniform import context_degrees
+from megatron_resihp.planner.uniform import context_degrees, expert_degrees
 from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.planning import KnownJob
 
 Held = Mapping[int, tuple[Shard, ...]]
 """For each living worker what it holds complete and current; empty: nothing."""
-Cell = tuple[int, int]
-"""A layer, and one of its shares."""
+Cell = tuple[int, int, int]
+"""A layer, one of its shares, and one share of its experts, or NO_EXPERT."""
+
+
+class Grain(NamedTuple):
+    """Into how many shares layers are cut, and into how many their experts; 1: all shards have all of them."""
+
+    members: int
+    experts: int
 
 
 @dataclass(frozen=True)
@@ -66,14 +74,15 @@ def shape_of(job: JobDescription, workers_per_node: int) -> JobShape:
         job.tensor_parallel, job.pipeline_parallel, job.micro_batches, workers_per_node, job.micro_batch_group,
         job.distributed_optimizer, job.spread_replicas,
         context_degrees(job.context_parallel, job.seq_length, members),
+        expert_degrees(job.expert_parallel, job.experts) if job.expert_parallel > 1 else (1,),
     )  # fmt: skip
 
 
 def lacking(held: Held, layers: int) -> tuple[Shard, ...]:
     """The parts of a model of so many layers that no worker holds."""
-    shares = _shares(held.values())
-    everything = _cells([Shard(0, layers, 0, 1)], shares)
-    return _as_shards(everything - _union(held, shares), shares)
+    grain = _grain(held.values())
+    everything = _cells([Shard(0, layers, 0, 1)], grain)
+    return _as_shards(everything - _union(held, grain), grain)
 
 
 def require_all_parts(running: ParallelPlan, survivors: Iterable[int]) -> None:
@@ -89,8 +98,13 @@ def require_all_parts(running: ParallelPlan, survivors: Iterable[int]) -> None:
 
 
 def written_once(held: Held) -> dict[int, tuple[Shard, ...]]:
-    """Which worker writes which shards: each held shard once. Workers with nothing to write are left out."""
-    shares = _shares(held.values())
+    """Which worker writes which shards: each held shard once. Workers with nothing to write are left out.
+
+    Where replicas share experts, each worker writes all that it holds: no shard has experts only.
+    """
+    shares = _grain(held.values())
+    if shares.experts > 1:
+        return {worker: shards for worker, shards in held.items() if shards}
     written: set[Cell] = set()
     writers = {}
     for worker in sorted(held):
@@ -103,7 +117,7 @@ def written_once(held: Held) -> dict[int, tuple[Shard, ...]]:
 
 def each_writes_all(writers: Held, held: Held) -> bool:
     """Whether none of these writers holds more than it writes."""
-    shares = _shares(held.values())
+    shares = _grain(held.values())
     return all(_cells(written, shares) == _cells(held[worker], shares) for worker, written in writers.items())
 
 
@@ -121,6 +135,8 @@ def plan_for_survivors(shape: JobShape, own: Sequence[Chunk], held: Held, previo
     Raises:
         NoPlanError: too few survivors for one replica, or state that no worker holds.
     """
+    if shape.shares_experts:
+        return _of_sharers(shape, own, held, previous)
     exact = {worker: coordinate_at(own, shards, shape.tensor_parallel) for worker, shards in held.items()}
     taken = _stand_ins(shape, own, held, exact)
     try:
@@ -133,11 +149,31 @@ def plan_for_survivors(shape: JobShape, own: Sequence[Chunk], held: Held, previo
     return replace(plan, standbys=standbys)
 
 
+def _of_sharers(shape: JobShape, own: Sequence[Chunk], held: Held, previous: ParallelPlan) -> ParallelPlan:
+    """The same of survivors that hold shares of experts and all the rest of a shard. What is a share of the experts
+    only is of no use to a standby."""
+    dense = {worker: tuple(each._replace(expert_rank=0, expert_degree=1) for each in held[worker]) for worker in held}
+    exact = {each: coordinate_at(own, dense[each], shape.tensor_parallel) for each in held}
+    plan = plan_uniform(shape, exact, previous)
+    lost = lacking(held, own[-1].end)
+    if lost:
+        first = lost[0]
+        which = f"share {first.expert_rank} of {first.expert_degree} of the experts of layer {first.first}"
+        grain = _grain((*held.values(), lost))
+        gone, degree = _cells(lost, grain), shape.tensor_parallel
+        missing = [each for each in shape.coordinates() if gone & _cells(shards_at(own, each, degree), grain)]
+        raise NoPlanError(f"{which} is held by no survivor", tuple(missing))
+    whole = plan.expert_parallel == 1
+    kept = {each: coordinate_at(own, held[each], shape.tensor_parallel) if whole else None for each in plan.standbys}
+    return replace(plan, standbys=kept)
+
+
 def _stand_ins(
     shape: JobShape, own: Sequence[Chunk], held: Held, exact: Mapping[int, Coordinate | None]
 ) -> dict[int, Coordinate]:
     """Workers that are to hold shards of the job's layout whose parts are there, but which no worker holds."""
-    shares = math.lcm(_shares(held.values()), shape.tensor_parallel)
+    grain = _grain(held.values())
+    shares = grain._replace(members=math.lcm(grain.members, shape.tensor_parallel))
     cells = {worker: _cells(shards, shares) for worker, shards in held.items()}
     everything = _union(held, shares)
     taken: dict[int, Coordinate] = {}
@@ -158,25 +194,38 @@ def _stand_ins(
     return taken
 
 
-def _shares(held: Iterable[Sequence[Shard]]) -> int:
-    return math.lcm(*(shard.tp_degree for shards in held for shard in shards))
+def _grain(held: Iterable[Sequence[Shard]]) -> Grain:
+    shards = [shard for each in held for shard in each]
+    return Grain(cuts_of(shards), shares_of(shards))
 
 
-def _cells(shards: Iterable[Shard], shares: int) -> set[Cell]:
+def _cells(shards: Iterable[Shard], grain: Grain) -> set[Cell]:
     return {
-        (layer, share)
-        for first, end, rank, degree in shards
-        for layer in range(first, end)
-        for share in range(rank * shares // degree, (rank + 1) * shares // degree)
+        (layer, share, experts)
+        for shard in shards
+        for layer in range(shard.first, shard.end)
+        for share in cuts_of_shard(shard, grain.members)
+        for experts in (NO_EXPERT, *(shares_of_shard(shard, grain.experts) if grain.experts > 1 else ()))
     }
 
 
-def _union(held: Held, shares: int) -> set[Cell]:
-    return {cell for shards in held.values() for cell in _cells(shards, shares)}
+def _union(held: Held, grain: Grain) -> set[Cell]:
+    return {cell for shards in held.values() for cell in _cells(shards, grain)}
 
 
-def _as_shards(cells: set[Cell], shares: int) -> tuple[Shard, ...]:
-    """The same cells as few shards, the largest shares first."""
+def _as_shards(cells: set[Cell], grain: Grain) -> tuple[Shard, ...]:
+    """The same cells as few shards, for each share of the experts where these are cut."""
+    if grain.experts == 1:
+        return _largest_first({(layer, share) for layer, share, _ in cells}, grain.members)
+    return tuple(
+        shard._replace(expert_rank=number, expert_degree=grain.experts)
+        for number in range(grain.experts)
+        for shard in _largest_first({(layer, share) for layer, share, of in cells if of == number}, grain.members)
+    )
+
+
+def _largest_first(cells: set[tuple[int, int]], shares: int) -> tuple[Shard, ...]:
+    """Cells of layers as few shards, the largest shares first."""
     left = set(cells)
     found: list[Shard] = []
     for degree in (degree for degree in range(1, shares + 1) if shares % degree == 0):

@@ -70,6 +70,11 @@ class _Uniform(PlanMode):
             raise PlanError(f"sequences can be shared by {job.context_parallel} replicas at most, not {degree}")
         if degree > 1 and (tokens % (2 * degree) or tokens // degree % members):
             raise PlanError(f"{degree} replicas can't share the {tokens} tokens of a sequence evenly")
+        sharing = plan.expert_parallel
+        if sharing > job.expert_parallel:
+            raise PlanError(f"experts can be shared by {job.expert_parallel} replicas at most, not {sharing}")
+        if job.experts % sharing:
+            raise PlanError(f"{sharing} replicas can't share the {job.experts} experts of a layer evenly")
 
     def standbys(self, held: Holders, own: tuple[Chunk, ...], degree: int) -> dict[int, Kept]:
         return {worker: coordinate_at(own, shards, degree) for worker, shards in held.items()}
@@ -88,6 +93,10 @@ class _Heterogeneous(PlanMode):
         """Where members of a stage share the tokens between layers, Megatron wants as many for each of them."""
         if job.context_parallel > 1:
             raise PlanError(f"a job with context parallelism runs uniform plans only: {plan.not_uniform}")
+        if job.expert_parallel > 1:
+            raise PlanError(f"a job with expert parallelism runs uniform plans only: {plan.not_uniform}")
+        if plan.expert_parallel > 1:
+            raise PlanError("the job has no --expert-model-parallel-size, so its replicas can't share experts")
         if plan.context_parallel > 1:
             raise PlanError("the job has no --context-parallel-size, so its replicas can't share sequences")
         tokens = job.seq_length

@@ -54,25 +54,34 @@ NextPlan = Callable[[Survivors], tuple[ParallelPlan, list[Event]]]
 def uniform_plan(survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
     """As many complete replicas of the job's own shape as there are; needs no more than sizes.
 
-    Where fewer of them share each sequence than in the job's own layout, each worker has more of it, which must fit
-    into its memory, if that is known.
+    Where fewer of them share each sequence or each layer's experts than in the job's own layout, each worker has more
+    of these, which must fit into its memory, if that is known.
     """
     shape, too_large = survivors.shape, ""
+    contexts, experts = shape.context_degrees, shape.expert_degrees
     while True:
         try:
             plan = _uniform(survivors, shape)
         except NoPlanError as error:
             raise NoPlanError(f"{error}; {too_large}", error.missing) if too_large else error from None
-        if plan.context_parallel == survivors.shape.context_degrees[0]:
+        if (plan.context_parallel, plan.expert_parallel) == (contexts[0], experts[0]):
             return plan, []
         try:
             check_memory(plan, survivors.previous, survivors.own, survivors.known)
         except PlanError as error:
-            too_large = f"with {plan.context_parallel} of them {error}"
-            larger = tuple(degree for degree in shape.context_degrees if degree > plan.context_parallel)
-            shape = replace(shape, context_degrees=larger)
+            together = max(plan.context_parallel, plan.expert_parallel)
+            too_large = f"with {together} of them {error}"
+            shape = replace(
+                shape, context_degrees=_larger(shape.context_degrees, plan.context_parallel, contexts),
+                expert_degrees=_larger(shape.expert_degrees, plan.expert_parallel, experts),
+            )  # fmt: skip
         else:
             return plan, []
+
+
+def _larger(left: tuple[int, ...], tried: int, own: tuple[int, ...]) -> tuple[int, ...]:
+    """Degrees that are left once a plan with one was too large; the job's own is the only one where it has no other."""
+    return tuple(degree for degree in left if degree > tried) if len(own) > 1 else left
 
 
 def _uniform(survivors: Survivors, shape: JobShape) -> ParallelPlan:

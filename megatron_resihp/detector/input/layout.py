@@ -4,8 +4,8 @@
 In plans that Megatron's own groups cannot run, stages with the same number may differ. There `Layout.stage` numbers
 kinds of work, so that only workers with the same layers, degree and kinds of ops are compared with each other.
 
-Replicas that share sequences meet in every layer, as members of a tensor-parallel group do. So here they count as one
-replica, whose stages have the members of all of them.
+Replicas that share sequences or experts meet in every layer, as members of a tensor-parallel group do. So here they
+count as one replica, whose stages have the members of all of them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from megatron_resihp.detector.input.observations import Layout
-from megatron_resihp.plan.parallel_plan import ParallelPlan
+from megatron_resihp.plan.parallel_plan import ParallelPlan, sharing_of
 from megatron_resihp.plan.replica import Replica
 
 Work = tuple[object, ...]
@@ -31,7 +31,7 @@ def layout_of(plan: ParallelPlan, epoch: int, node_of: Mapping[int, int], interl
     """
     native = plan.not_uniform is None
     numbers = _numbers(plan)
-    shared = plan.context_parallel
+    shared = sharing_of(plan)
     places = [
         (worker, number // shared, coordinate.stage if native else numbers[_work(replica, coordinate.stage)],
          coordinate.tp_rank + number % shared * len(replica.stages[coordinate.stage]), node_of[worker])

@@ -149,8 +149,6 @@ def _outlook(
     from megatron_resihp.planner import NoPlanError
 
     args: Any = line.examined.validated
-    if args.expert_model_parallel_size > 1:
-        return None, ("what losses would do is not known with expert parallelism",)
     memory = None if memory_gib is None else int(memory_gib * 2**30)
     fields, assumed = model_fields(args), tuple[str, ...]()
     if not (fields["vocab_size"] or fields["padded_vocab_size"]):

@@ -102,7 +102,7 @@ def outlook(job: JobDescription, size: JobSize, arguments: Mapping[str, Any], fe
     said = in_words(size.nodes, exposure(shape, size.workers, job.pipeline_last, fewest), fewest)
     full = spelled_out(plan, job.chunks)
     following, without = dict[str, ParallelPlan](), dict[str, str]()
-    for name, lost in _single_losses(plan, size):
+    for name, lost in _single_losses(full, size):
         held = {worker: full.shards_of(worker) for worker in full.members if worker not in lost}
         if len(held) < fewest:
             without[name] = f"{len(held)} are left, fewer than --min-workers {fewest}"
@@ -117,7 +117,8 @@ def outlook(job: JobDescription, size: JobSize, arguments: Mapping[str, Any], fe
     try:
         known = KnownJob.of(job, dict(arguments))
         cost = cost_of_job(known, size.slots, size.workers_per_node, job.chunks, None)
-        first, after, changing = _memory(full, following, cost.model, cost.training)
+        # Plans say how many replicas share experts.
+        first, after, changing = _memory(full, following, cost.model, replace(cost.training, expert_parallel=1))
         sent = _sent(job, shape, size, cost.model, cost.training, fewest) if size.nodes > 1 else None
     except (UnknownCost, PlanError) as error:
         return Outlook(said, without, unknown=str(error))
@@ -125,20 +126,21 @@ def outlook(job: JobDescription, size: JobSize, arguments: Mapping[str, Any], fe
     return Outlook(said, without, first, after, changing, capacity, sent)
 
 
-def _single_losses(plan: ParallelPlan, size: JobSize) -> Iterator[tuple[str, frozenset[int]]]:
+def _single_losses(full: ParallelPlan, size: JobSize) -> Iterator[tuple[str, frozenset[int]]]:
     """Workers and nodes other than node 0, one of those that are alike: whose workers hold the same."""
-    workers = [(f"worker {worker}", frozenset([worker])) for worker in plan.members]
+    workers = [(f"worker {worker}", frozenset([worker])) for worker in full.members]
     nodes = [(f"node {node}", frozenset(size.slots_on(node))) for node in range(1, size.nodes)]
     seen: set[tuple[Any, ...]] = set()
     for name, lost in [*workers, *nodes]:
-        kind = tuple(sorted(coordinate for worker in lost if (coordinate := plan.coordinate_of(worker)) is not None))
+        kind = tuple(sorted(full.shards_of(worker) for worker in lost if worker in full.members))
         if kind not in seen:
             seen.add(kind)
             yield name, lost
 
 
 def _sent(job: JobDescription, shape: JobShape, size: JobSize, model: Model, training: Training, fewest: int) -> Sent:
-    can_spread = shape.context_degrees[0] == 1  # replicas that share sequences are to stay together
+    # Replicas that share sequences or experts are to stay together.
+    can_spread = shape.context_degrees[0] == 1 and not shape.shares_experts
     shapes = [replace(shape, spread_replicas=spread and can_spread) for spread in (False, True)]
     plans = [spelled_out(initial_plan(each, size.workers, job.pipeline_last), job.chunks) for each in shapes]
     unspread, spread = (crossing(plan, model, training, shape.node_of) for plan in plans)

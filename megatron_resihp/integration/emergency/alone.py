@@ -7,7 +7,7 @@ groups for places and sizes only, so stand-ins that can't communicate do.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -15,6 +15,8 @@ from megatron.core.transformer import transformer_block
 
 from megatron_resihp.integration.world.heterogeneous_groups import MegatronGroups, StageGroup
 from megatron_resihp.plan import Shard
+
+EXPERTS: Final = "_EXPERT_MODEL_PARALLEL_GROUP"
 
 
 @contextmanager
@@ -35,6 +37,7 @@ def as_holder_of(shard: Shard, groups: MegatronGroups, alone: Any) -> Iterator[N
     layers before: that of the plan in force, which need not be the one in which the chunk was built.
     """
     kept = groups.stand_in(StageGroup(shard.tp_rank, shard.tp_degree), alone)
+    setattr(parallel_state, EXPERTS, StageGroup(shard.expert_rank, shard.expert_degree))
     offset_of = transformer_block.get_transformer_layer_offset
     transformer_block.get_transformer_layer_offset = lambda *_, **__: max(shard.first, 1) - 1
     try:

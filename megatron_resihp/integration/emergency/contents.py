@@ -165,9 +165,10 @@ def gaps_in(files: Sequence[Contents]) -> tuple[str, ...]:
 
 def words_of(shard: Shard) -> str:
     """A shard for people."""
-    first, end, rank, degree = shard
+    first, end, rank, degree, share, shares = shard
     layers = f"layer {first}" if end == first + 1 else f"layers {first}–{end - 1}"
-    return layers if degree == 1 else f"{layers} TP rank {rank} of {degree}"
+    members = "" if degree == 1 else f" TP rank {rank} of {degree}"
+    return layers + members + ("" if shares == 1 else f", share {share} of {shares} of the experts")
 
 
 def _gaps_in_parameters(files: Iterable[Contents]) -> Iterator[str]:

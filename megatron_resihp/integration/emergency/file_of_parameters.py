@@ -27,7 +27,7 @@ from megatron_resihp.integration.step.optimizer_copy import Kept
 from megatron_resihp.integration.step.optimizer_shards import own_part
 from megatron_resihp.integration.trained import Trained, parts_of
 from megatron_resihp.plan import Shard
-from megatron_resihp.plan.slices import cuts_of, slices_of
+from megatron_resihp.plan.slices import cuts_of, shares_of, slices_of
 from megatron_resihp.protocol.published import EmergencyCheckpointOrder
 
 STATE = "state/"
@@ -88,9 +88,10 @@ def _places(runtime: Runtime) -> tuple[Placed, str]:
 def _whole(runtime: Runtime, shards: tuple[Shard, ...], named: Mapping[str, torch.nn.Parameter]) -> Found:
     """All state of the parameters that have something in these shards."""
     held, tied_head = runtime.held, runtime.job.own.tied_head
-    cuts = cuts_of((*held.shards, *shards))
-    wanted = slices_of(shards, cuts, tied_head)
-    written = {id(piece.parameter) for piece in pieces_of(held.live.model, held.shards, cuts, tied_head)
+    both = *held.shards, *shards
+    layout = cuts_of(both), tied_head, shares_of(both)
+    wanted = slices_of(shards, *layout)
+    written = {id(piece.parameter) for piece in pieces_of(held.live.model, held.shards, *layout)
                if piece.slice in wanted}  # fmt: skip
     states = states_of(held.live)
     return {

@@ -10,9 +10,10 @@ from megatron_resihp.integration.state.reshardable import RESHARDABLE, TYPE
 def has_files_by_stage(job: Job) -> bool:
     """Whether Megatron's files of a stage and TP rank can hold the state.
 
-    In that format its distributed optimizer has buffers whose order and padding depend on the job.
+    In that format its distributed optimizer has buffers whose order and padding depend on the job. Where replicas share
+    experts, each of them has a file of its own there, also where a plan gives all experts to each.
     """
-    return not job.shares_optimizer
+    return not job.shares_optimizer and job.own.expert_parallel == 1
 
 
 def whole_metadata(job: Job) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from megatron_resihp.integration.state.slice_state import (
     slice_digests,
 )
 from megatron_resihp.integration.trained import Trained
-from megatron_resihp.plan import Coordinate
-from megatron_resihp.plan.slices import all_shards, cuts_of
+from megatron_resihp.plan import Coordinate, ParallelPlan
+from megatron_resihp.plan.slices import all_shards, cuts_of, shares_of
 from megatron_resihp.plan.spelling import spelled_out
 from megatron_resihp.protocol.published import EpochPlan
 
@@ -75,16 +75,26 @@ def migrate_slices(
     """
     own, worker, old = runtime.job.own, runtime.worker, runtime.held.live
     wanted = all_shards(spelled_out(order.plan, own.chunks))
-    cuts = cuts_of(shard for table in (order.held, wanted) for shards in table.values() for shard in shards)
+    everything = [shard for table in (order.held, wanted) for shards in table.values() for shard in shards]
+    cuts, shares = cuts_of(everything), shares_of(everything)
     new = None if trained is old else trained
     received = move_state(
-        runtime.mode.everybody, worker, old, new, Redistribution(order.held, wanted, cuts, own.tied_head),
+        runtime.mode.everybody, worker, old, new, Redistribution(order.held, wanted, cuts, own.tied_head, shares),
         lambda: runtime.reach("recovery-migrate"), whole, filler,
     )  # fmt: skip
-    digests = slice_digests(old, order.held[worker], cuts, own.tied_head, whole)
+    digests = slice_digests(old, order.held[worker], cuts, own.tied_head, whole, shares)
     filled = None if filler is None else filler.whole
-    after = {} if new is None else slice_digests(new, wanted[worker], cuts, own.tied_head, filled)
+    after = {} if new is None else slice_digests(new, wanted[worker], cuts, own.tied_head, filled, shares)
     return received, with_those_after(digests, after)
+
+
+def digests_by_slice(runtime: Runtime, plan: ParallelPlan, trained: Trained) -> dict[str, str]:
+    """Of what a plan gives this worker, cut no further than by this plan."""
+    own, shards = runtime.job.own, all_shards(spelled_out(plan, runtime.job.own.chunks))
+    everything = [shard for held in shards.values() for shard in held]
+    return slice_digests(
+        trained, shards[runtime.worker], cuts_of(everything), own.tied_head, shares=shares_of(everything)
+    )
 
 
 def with_those_after(before: dict[str, str], after: dict[str, str]) -> dict[str, str]:

@@ -67,8 +67,7 @@ class SharedOutMode(UniformMode):
         own, replicas = self._runtime.job.optimizer_instances, len(self.view.plan.replicas)
         return own if replicas > own and replicas % own == 0 else 1
 
-    @property
-    def counts_norm(self) -> bool:
+    def counts_part(self, part: Any) -> bool:
         """Each replica counts its part; parts that others have too are counted by the first that do."""
         return self.view.works and self.view.replica * self.instances < len(self.view.plan.replicas)
 

@@ -17,8 +17,9 @@ from megatron.core.utils import get_model_config
 from megatron_resihp.executor.gloo.groups_ahead import WorldGroup
 from megatron_resihp.executor.groups.side_group import MakeSideGroup
 from megatron_resihp.integration import releases
-from megatron_resihp.integration.modes.migration import migrate_shards, migrate_slices, own_shards
+from megatron_resihp.integration.modes.migration import digests_by_slice, migrate_shards, migrate_slices, own_shards
 from megatron_resihp.integration.modes.mode import Counts, DocumentCounts, Losses, Migrated, Mode, ModeState, Schedule
+from megatron_resihp.integration.patches.experts.sharing import steps_experts
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.digests import shard_digest
 from megatron_resihp.integration.state.slice_state import zeros_in
@@ -34,6 +35,7 @@ from megatron_resihp.protocol.published import EpochPlan
 from megatron_resihp.protocol.records import Outcome
 
 INSTANCES, CONTEXT = "num_distributed_optimizer_instances", "context_parallel_size"
+EXPERTS = "expert_model_parallel_size"
 
 
 class UniformMode(Mode):
@@ -47,7 +49,7 @@ class UniformMode(Mode):
         self.everybody = make_group("everybody", view.plan.members)
         self.averaging = averaging_of(runtime, data_parallel_of(view.plan))
         self._runtime = runtime
-        self.counts = UniformCounts(runtime, self.counts_norm)
+        self.counts = UniformCounts(runtime, self.counts_part)
         self._join(make_group)
 
     @property
@@ -77,7 +79,8 @@ class UniformMode(Mode):
     @property
     def _sizes(self) -> dict[str, Any]:
         """What Megatron is told of this plan that may be otherwise in the job's own layout."""
-        return {INSTANCES: self.instances, CONTEXT: self.view.plan.context_parallel}
+        plan = self.view.plan
+        return {INSTANCES: self.instances, CONTEXT: plan.context_parallel, EXPERTS: plan.expert_parallel}
 
     def build_groups(self) -> None:
         self._runtime.setup.sizes.restore(self._sizes)
@@ -95,9 +98,11 @@ class UniformMode(Mode):
 
     def evaluate(self, schedule: Schedule, call: dict[str, Any]) -> Losses:
         """A replica that has nothing to evaluate takes part in the sums over replicas. One with less than Megatron's
-        schedule can run makes up for it. Both do so with micro-batches that count nothing."""
-        share = len(self.view.evaluation_share(call["num_microbatches"]))
-        losses = _run(self.view, schedule, call, max(share, self.view.fewest_micro_batches))
+        schedule can run, or than those that share experts with it, makes up for it. All do so with micro-batches that
+        count nothing."""
+        count = call["num_microbatches"]
+        share = len(self.view.evaluation_share(count))
+        losses = _run(self.view, schedule, call, self.view.evaluation_runs(count))
         nothing = [{name: torch.zeros_like(value) for name, value in each.items()} for each in losses[share:]]
         return losses[:share] + nothing
 
@@ -105,10 +110,10 @@ class UniformMode(Mode):
         if self._buddies is not None:
             broadcast_gradients(self._runtime.held.live, self._buddies)
 
-    @property
-    def counts_norm(self) -> bool:
-        """Whether this worker's gradients enter the norm: exactly one holder of each shard's do."""
-        return self.view.works and self.view.replica == 0
+    def counts_part(self, part: Any) -> bool:
+        """Whether this worker's gradients of one of its optimizers enter the norm: exactly one holder's of each do."""
+        holders = self.view.plan.expert_parallel if steps_experts(part) else 1
+        return self.view.works and self.view.replica < holders
 
     def losses(self, found: dict[str, Any], outcome: Outcome) -> dict[str, Any]:
         return found
@@ -127,9 +132,9 @@ def _run(view: UniformView, schedule: Schedule, call: dict[str, Any], count: int
 
 
 class UniformCounts(Counts):
-    """Counts by whole shards. `counting`: whether this worker's gradients are counted."""
+    """Counts by whole shards. `counting`: whether this worker's gradients of an optimizer are counted."""
 
-    def __init__(self, runtime: Runtime, counting: bool) -> None:
+    def __init__(self, runtime: Runtime, counting: Callable[[Any], bool]) -> None:
         self._runtime, self._counting = runtime, counting
 
     def norm_squared(self) -> float:
@@ -146,11 +151,10 @@ class UniformCounts(Counts):
         return original()
 
     def _counted(self) -> Iterator[list[torch.Tensor]]:
-        if not self._counting:
-            return
         list_gradients = releases.current().norm_gradients
-        for part in parts_of(self._runtime.held.live.optimizer):
-            gradients = getattr(part, list_gradients)() if part.get_parameters() else []
+        for part in parts_of(self._runtime.held.live.optimizer) if self._runtime.view.works else ():
+            counted = part.get_parameters() and self._counting(part)
+            gradients = getattr(part, list_gradients)() if counted else []
             if gradients:
                 yield gradients
 
@@ -166,12 +170,14 @@ class UniformState(ModeState):
         return call()
 
     def migrate(self, order: EpochPlan, trained: Trained) -> Migrated:
-        held = own_shards(self._runtime, order)
+        held = own_shards(self._runtime, order) if order.plan.expert_parallel == 1 else None
         if held is None:
             return Migrated(*migrate_slices(self._runtime, order, trained))
         return Migrated(*migrate_shards(self._runtime, order, trained, held))
 
     def digests(self, trained: Trained) -> dict[str, str]:
+        if self._view.plan.expert_parallel > 1:
+            return digests_by_slice(self._runtime, self._view.plan, trained)
         return shard_digest(trained, self._view.plan.coordinate_of(self._view.worker))
 
     @contextmanager

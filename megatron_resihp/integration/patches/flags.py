@@ -24,7 +24,7 @@ from megatron_resihp.control.node.environment import MAX_RESTARTS, SLOTS, give_b
 from megatron_resihp.control.replanning.change import ChangeRefused, plan_of
 from megatron_resihp.control.worker.identity import Identity
 from megatron_resihp.cost.profile import ProfileError, load_profile
-from megatron_resihp.integration.patches.context import check_context, size_of_replica
+from megatron_resihp.integration.patches.context import check_sharing, size_of_replica
 from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
 from megatron_resihp.integration.patches.identity import identity_of
 from megatron_resihp.integration.streams.seeds import draws
@@ -132,7 +132,7 @@ def examine(validate: Callable[..., Any], args: argparse.Namespace, defaults: di
         *_raised(lambda: _check_evaluation(args)),
         *_raised(lambda: _check_logs(args)),
         *_raised(lambda: _check_streams(config, args)),
-        *_raised(lambda: check_context(config, args)),
+        *_raised(lambda: check_sharing(config, args)),
     ]
     # What Megatron itself asserts first, in other words.
     misfits = _raised(lambda: _check_sizes(args))

@@ -49,6 +49,7 @@ from megatron_resihp.integration.loop.preparing import Preparation
 from megatron_resihp.integration.loop.reach_watch import ReachWatch
 from megatron_resihp.integration.patches.counting import sizes_as_they_are
 from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
+from megatron_resihp.integration.patches.experts.sharing import keep_apart
 from megatron_resihp.integration.probes.device_slowing import DeviceSlowing
 from megatron_resihp.integration.probes.emulation import padding_of
 from megatron_resihp.integration.probes.probe_sheet import Sheet, with_absences
@@ -62,6 +63,7 @@ from megatron_resihp.integration.world.heterogeneous_groups import MegatronGroup
 from megatron_resihp.integration.world.whereabouts import whereabouts
 from megatron_resihp.integration.world.world import build_world, needs_of
 from megatron_resihp.plan.slots import node_of
+from megatron_resihp.plan.spelling import spelled_out
 from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.messages import JobStarted, ModelBuilt
 
@@ -155,9 +157,7 @@ def wrap_initialize_megatron(runtime: Runtime, original: Callable[..., Any]) -> 
             runtime.control.tell(runtime.log.wanted)
         runtime.control.tell(JobStarted(runtime.worker, describe_job(runtime.job)))
         plan = runtime.control.first_plan()
-        coordinate = plan.coordinate_of(runtime.worker)
-        assert coordinate is not None, "every worker has work at the start"
-        runtime.held.shards = runtime.job.own.shards_of(coordinate)
+        runtime.held.shards = spelled_out(plan, runtime.job.own.chunks).shards_of(runtime.worker)
         torch.cuda.set_device(args.local_rank)
         build_world(runtime, plan)
         runtime.log.begin_epoch(runtime.view)
@@ -173,6 +173,8 @@ def describe_job(job: Job) -> JobDescription:
         tensor_parallel=args.tensor_model_parallel_size,
         pipeline_parallel=args.pipeline_model_parallel_size,
         context_parallel=args.context_parallel_size,
+        expert_parallel=args.expert_model_parallel_size,
+        experts=args.num_experts or 0,
         chunks=own.chunks,
         micro_batch_group=own.micro_batch_group,
         tied=own.tied_head is not None,
@@ -299,11 +301,14 @@ def wrap_build_model(runtime: Runtime, original: Callable[..., Any]) -> Callable
 
 
 def wrap_ddp(runtime: Runtime, original: Callable[..., None]) -> Callable[..., None]:
-    """Chunks that are built again take over the old ones' parameters, and have no gradients before they are whole."""
+    """Chunks that are built again take over the old ones' parameters, and have no gradients before they are whole. The
+    experts' are reduced and stepped apart under any plan."""
 
     @functools.wraps(original)
     def __init__(self: Any, config: Any, ddp_config: Any, module: Any, *positional: Any, **options: Any) -> None:
         succession = runtime.held.succession
+        if runtime.job.own.expert_parallel > 1:
+            keep_apart(module)
         if succession is not None:
             succession.parameters_of(module, in_buffers=ddp_config.use_distributed_optimizer)
         original(self, config, ddp_config, module, *positional, **options)

@@ -18,6 +18,7 @@ from megatron_resihp.integration.patch import Patch
 from megatron_resihp.integration.patches import documents
 from megatron_resihp.integration.probes.probes import Probes
 from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.plan.parallel_plan import sharing_of
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 P2P = "megatron.core.pipeline_parallel.p2p_communication"
@@ -79,8 +80,8 @@ def probe_patches(runtime: Runtime) -> list[Patch]:
 def begin_iteration(runtime: Runtime) -> None:
     """Called where an iteration that will be computed begins."""
     view, ops = runtime.view, runtime.probes.ops
-    ops.tp_group, ops.tells_waits = mpu.get_tensor_model_parallel_group(), view.plan.context_parallel == 1
-    runtime.probes.begin(runtime.epoch, runtime.progress.iteration, view.numbering, view.rank_order)
+    ops.tp_group, ops.tells_waits = mpu.get_tensor_model_parallel_group(), sharing_of(view.plan) == 1
+    runtime.probes.begin(runtime.epoch, runtime.progress.iteration, view.op_numbers, view.rank_order)
 
 
 def wrap_span(runtime: Runtime, kind: SpanKind, original: Callable[..., Any]) -> Callable[..., Any]:

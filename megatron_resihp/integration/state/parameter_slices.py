@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 from megatron_resihp.plan import Shard
-from megatron_resihp.plan.slices import TIED, WHOLE, Slice, cuts_of_shard
+from megatron_resihp.plan.slices import NO_EXPERT, TIED, WHOLE, Slice, cuts_of_shard
 
 LAYERS = "decoder.layers."
 EMBEDDING = "embedding."
@@ -26,6 +26,8 @@ GROUPED_EXPERTS: Final = re.compile(r"\.experts\.linear_fc1\.(weight|bias)\d+$")
 """The first weights of experts that Transformer Engine keeps in one layer. Megatron says a stride of one for them, also
 where each holds a part of the gate and of the up-projection."""
 
+EXPERT: Final = re.compile(r"(\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(?:(?<=\.)(\d+)|(\d+)$)")
+"""The number of an expert among this worker's own, in either kind of layer."""
 OFFSETS: Final = "core_attention.softmax_offset"
 """Learnt offsets of attention, one for each head. Megatron cuts them with the heads, and doesn't mark them as cut."""
 
@@ -61,7 +63,9 @@ class Piece:
         return parts.select(self.dim + 1, self.index)
 
 
-def pieces_of(model: Sequence[Any], shards: Sequence[Shard], cuts: int, tied_head: int | None) -> Iterator[Piece]:
+def pieces_of(
+    model: Sequence[Any], shards: Sequence[Shard], cuts: int, tied_head: int | None, shares: int = 1
+) -> Iterator[Piece]:
     """All pieces of a worker's model.
 
     Args:
@@ -69,6 +73,7 @@ def pieces_of(model: Sequence[Any], shards: Sequence[Shard], cuts: int, tied_hea
         shards: what each of them holds.
         cuts: into how many cuts layers are thought.
         tied_head: number of the head's layer if it has the word embeddings, too.
+        shares: into how many shares each layer's experts are thought; 1: they are no slices of their own.
 
     Raises:
         ValueError: a parameter can't be cut so.
@@ -77,9 +82,10 @@ def pieces_of(model: Sequence[Any], shards: Sequence[Shard], cuts: int, tied_hea
         parameters: dict[str, Any] = {name.replace("module.", ""): each for name, each in module.named_parameters()}
         for name, parameter in parameters.items():
             layer, inner = place_of(name, shard, tied_head, module, parameters)
+            share, inner = expert_of(inner, shard, module.config, shares) if shares > 1 else (NO_EXPERT, inner)
             offsets = name.endswith(OFFSETS)
             if not (offsets or getattr(parameter, "tensor_model_parallel", False)):
-                yield Piece(Slice(layer, WHOLE), inner, parameter, chunk)
+                yield Piece(Slice(layer, WHOLE, share), inner, parameter, chunk)
                 continue
             numbers = cuts_of_shard(shard, cuts)
             dim, stride = (0, 1) if offsets else (parameter.partition_dim, parameter.partition_stride)
@@ -88,7 +94,25 @@ def pieces_of(model: Sequence[Any], shards: Sequence[Shard], cuts: int, tied_hea
             if parameter.shape[dim] % (stride * len(numbers)):
                 raise ValueError(f"{name}, {parameter.shape[dim]} along {dim}, can't be cut in {len(numbers)} parts")
             for index, number in enumerate(numbers):
-                yield Piece(Slice(layer, number), inner, parameter, chunk, dim, stride, len(numbers), index)
+                yield Piece(Slice(layer, number, share), inner, parameter, chunk, dim, stride, len(numbers), index)
+
+
+def expert_of(inner: str, shard: Shard, config: Any, shares: int) -> tuple[int, str]:
+    """The share of experts that a parameter is in, and its name with the expert's number among all of its layer.
+
+    Args:
+        inner: its name within its layer, with its number among this worker's own.
+        shard: that it belongs to.
+        config: Megatron's, of the model.
+        shares: of the experts.
+    """
+    found = EXPERT.search(inner)
+    if found is None:
+        return NO_EXPERT, inner
+    own = config.num_moe_experts // shard.expert_degree
+    number = shard.expert_rank * own + int(found[2] or found[3])
+    before, after = inner[: found.end(1)], inner[found.end() :]
+    return number * shares // config.num_moe_experts, f"{before}{number}{after}"
 
 
 def whole_pieces(

@@ -23,7 +23,7 @@ from megatron_resihp.integration.state.shard import buffers_of, group_steps, put
 from megatron_resihp.integration.trained import Trained, parts_of
 from megatron_resihp.integration.world.slice_shares import SliceShares
 from megatron_resihp.plan import Shard
-from megatron_resihp.plan.slices import Move, Slice, plan_moves, slices_of
+from megatron_resihp.plan.slices import NO_EXPERT, Move, Slice, plan_moves, slices_of
 
 Shards = Mapping[int, Sequence[Shard]]
 States = Mapping[int, Mapping[str, torch.Tensor]]
@@ -124,12 +124,14 @@ class Redistribution:
         held, wanted: worker → shards.
         cuts: of both.
         tied_head: number of the head's layer if it has the word embeddings, too.
+        shares: of each layer's experts, of both.
     """
 
     held: Shards
     wanted: Shards
     cuts: int
     tied_head: int | None
+    shares: int = 1
 
 
 def move_state(
@@ -151,15 +153,15 @@ def move_state(
     Returns:
         the bytes received.
     """
-    cuts, tied_head = shards.cuts, shards.tied_head
-    holdings = {each: slices_of(own, cuts, tied_head) for each, own in shards.held.items()}
-    needs = {each: slices_of(own, cuts, tied_head) for each, own in shards.wanted.items()}
+    layout = shards.cuts, shards.tied_head, shards.shares
+    holdings = {each: slices_of(own, *layout) for each, own in shards.held.items()}
+    needs = {each: slices_of(own, *layout) for each, own in shards.wanted.items()}
     moves, missing = plan_moves(holdings, needs)
     if missing:
         raise RuntimeError(f"no worker holds {', '.join(map(str, sorted(missing)))}")
     whole = whole or WholeState(states_of(old), group_steps(old))
-    source = _by_slice(old, shards.held[worker], cuts, tied_head)
-    target = _by_slice(new, shards.wanted[worker], cuts, tied_head) if new is not None else {}
+    source = _by_slice(old, shards.held[worker], *layout)
+    target = _by_slice(new, shards.wanted[worker], *layout) if new is not None else {}
     if new is not None:
         filler = filler or _Filler(new)
         for piece in sorted(needs[worker] & holdings[worker]):
@@ -179,10 +181,12 @@ def move_state(
     return received
 
 
-def _by_slice(trained: Trained, shards: Sequence[Shard], cuts: int, tied_head: int | None) -> dict[Slice, list[Piece]]:
-    found: dict[Slice, list[Piece]] = {piece: [] for piece in slices_of(shards, cuts, tied_head)}
+def _by_slice(
+    trained: Trained, shards: Sequence[Shard], cuts: int, tied_head: int | None, shares: int = 1
+) -> dict[Slice, list[Piece]]:
+    found: dict[Slice, list[Piece]] = {piece: [] for piece in slices_of(shards, cuts, tied_head, shares)}
     if shards:
-        for piece in pieces_of(trained.model, shards, cuts, tied_head):
+        for piece in pieces_of(trained.model, shards, cuts, tied_head, shares):
             found[piece.slice].append(piece)
         for piece in whole_pieces(trained.model, shards, tied_head, buffers_of):
             found[piece.slice].append(piece)
@@ -318,18 +322,20 @@ def slice_states(
 
 
 def slice_digests(
-    trained: Trained, shards: Sequence[Shard], cuts: int, tied_head: int | None, whole: WholeState | None = None
-) -> dict[str, str]:
+    trained: Trained, shards: Sequence[Shard], cuts: int, tied_head: int | None, whole: WholeState | None = None,
+    shares: int = 1,
+) -> dict[str, str]:  # fmt: skip
     """A digest of each slice of what these objects hold, or would with this state; holders of a slice must agree.
 
     Raises:
         RuntimeError: word embeddings and head, both held here, differ.
     """
     states, found = states_of(trained) if whole is None else whole.states, {}
-    for piece, parts in sorted(_by_slice(trained, shards, cuts, tied_head).items()):
+    for piece, parts in sorted(_by_slice(trained, shards, cuts, tied_head, shares).items()):
         copies = {digest_tensors(_on_device(_state(states, [part for part in parts if part.chunk == chunk])))
                   for chunk in {part.chunk for part in parts}}  # fmt: skip
         if len(copies) > 1:
             raise RuntimeError("word embeddings and head differ, which should be the same")
-        found[f"{piece}/{cuts}"] = copies.pop() if copies else ""
+        experts = () if piece.share == NO_EXPERT else (piece.share, shares)
+        found["/".join(map(str, (piece.layer, piece.cut, cuts, *experts)))] = copies.pop() if copies else ""
     return found

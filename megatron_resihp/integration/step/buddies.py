@@ -41,5 +41,5 @@ def broadcast_gradients(trained: Trained, buddies: SideGroup) -> None:
 def _gradient_buffers(trained: Trained) -> Iterator[torch.Tensor]:
     for chunk in trained.model:
         assert isinstance(chunk, DistributedDataParallel), "only Megatron's own DDP is supported"
-        for buffer in chunk.buffers:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             yield buffer.grad_data

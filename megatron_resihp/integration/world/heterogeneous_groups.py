@@ -114,7 +114,8 @@ class Sizes:
              "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
              "should_pad_vocab", "vocab_size", "deallocate_pipeline_outputs", "use_distributed_optimizer",
              "overlap_grad_reduce", "overlap_param_gather", "bucket_size",
-             "context_parallel_size", "num_distributed_optimizer_instances", "overlap_param_gather_with_optimizer_step",
+             "context_parallel_size", "expert_model_parallel_size",
+             "num_distributed_optimizer_instances", "overlap_param_gather_with_optimizer_step",
              "defer_embedding_wgrad_compute", "moe_pad_expert_input_to_capacity")  # fmt: skip
 
     def __init__(self, padded_vocabulary: int, derived: DerivedArguments, *holders: Any) -> None:

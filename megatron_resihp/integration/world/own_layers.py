@@ -52,6 +52,7 @@ class OwnLayout:
         tied_head: number of the head's layer if it has the word embeddings, too.
         micro_batch_group: micro-batches that go through one chunk of an interleaved pipeline before its stages turn to
             the next chunk; None: it isn't interleaved.
+        expert_parallel: how many replicas share each layer's experts.
     """
 
     chunks: tuple[Chunk, ...]
@@ -60,6 +61,7 @@ class OwnLayout:
     sequence_parallel: bool
     tied_head: int | None
     micro_batch_group: int | None = None
+    expert_parallel: int = 1
 
     @property
     def stages(self) -> int:
@@ -88,5 +90,5 @@ def own_layout(args: Any) -> OwnLayout:
     group = args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
     return OwnLayout(
         chunks, args.tensor_model_parallel_size, args.data_parallel_size, args.sequence_parallel, tied_head,
-        group if interleaves(chunks) else None,
+        group if interleaves(chunks) else None, args.expert_model_parallel_size,
     )  # fmt: skip

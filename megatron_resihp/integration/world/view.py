@@ -66,6 +66,11 @@ class View(ABC):
         """The index in the global batch that each micro-batch number of this worker's ops stands for."""
 
     @property
+    def op_numbers(self) -> tuple[int, ...]:
+        """By what the detector is told of these ops: equal numbers for those that workers can only run together."""
+        return self.numbering
+
+    @property
     @abstractmethod
     def is_first_stage(self) -> bool:
         """Whether this worker works on the embedding."""
@@ -110,10 +115,16 @@ class UniformView(View):
         """Which of `count` micro-batches this worker's replica evaluates; those that share sequences have the same."""
         return even_share(count, data_parallel_of(self.plan), self.replica // self.plan.context_parallel)
 
+    def evaluation_runs(self, count: int) -> int:
+        """How many of `count` micro-batches this worker runs: as many as all that share experts with it."""
+        first = self.replica - self.replica % self.plan.expert_parallel
+        most = len(even_share(count, data_parallel_of(self.plan), first // self.plan.context_parallel))
+        return max(most, self.fewest_micro_batches)
+
     def evaluation_order(self, count: int) -> Sequence[int]:
         # Where the share is too small, a replica runs others, too, that count nothing (`modes.uniform`).
         share = self.evaluation_share(count)
-        return (*share, *[0] * (self.fewest_micro_batches - len(share)))
+        return (*share, *[0] * (self.evaluation_runs(count) - len(share)))
 
     @property
     def feeds_first(self) -> bool:
@@ -122,6 +133,12 @@ class UniformView(View):
     @property
     def numbering(self) -> tuple[int, ...]:
         return self.read_order
+
+    @property
+    def op_numbers(self) -> tuple[int, ...]:
+        # Those that share experts run as many micro-batches, each its own: they count as the first one's.
+        first = self.replica - self.replica % self.plan.expert_parallel
+        return self.plan.replicas[first].micro_batches
 
     @property
     def is_first_stage(self) -> bool:

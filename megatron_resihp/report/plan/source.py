@@ -186,6 +186,8 @@ def _of_run(run_dir: Path, namespace: argparse.Namespace) -> Source:
     arguments = megatron_arguments(started.command)
     if epoch.plan.get("context_parallel", 1) > 1 or (arguments.get("context_parallel_size") or 1) > 1:
         raise SourceError(f"{path}: planners don't know of sequences that replicas share; give another run")
+    if epoch.plan.get("expert_parallel", 1) > 1 or (arguments.get("expert_model_parallel_size") or 1) > 1:
+        raise SourceError(f"{path}: planners don't know of experts that replicas share; give another run")
     model = _model(arguments, path)
     plan = _plan(epoch.plan, model, path)
     per_node = started.nproc_per_node

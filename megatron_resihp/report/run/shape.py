@@ -27,10 +27,11 @@ def standbys(plan: Plan) -> set[int]:
 
 
 def describe(plan: Plan) -> str:
-    """For example "DP2 PP2 TP2", "DP2 CP2 PP2 TP2" where two replicas share each sequence, or "DP3: 2x PP2 TP2, 1x PP2
-    TP2/1" where replicas differ."""
+    """For example "DP2 PP2 TP2", "DP2 CP2 PP2 TP2" where two replicas share each sequence, "DP4 EP2 PP2 TP2" where two
+    of four share experts, or "DP3: 2x PP2 TP2, 1x PP2 TP2/1" where replicas differ."""
     shapes, context = Counter(_replica(replica["stages"]) for replica in plan["replicas"]), _context(plan)
     groups = f"DP{len(plan['replicas']) // context}" + (f" CP{context}" if context > 1 else "")
+    groups += f" EP{_experts(plan)}" if _experts(plan) > 1 else ""
     return f"{groups}{' ' if len(shapes) == 1 else ': '}{_counted(shapes)}"
 
 
@@ -65,12 +66,17 @@ def _work(plan: Plan) -> list[Any]:
     of_replicas = [
         {**replica, "stages": [len(members) for members in replica["stages"]]} for replica in plan["replicas"]
     ]
-    return [of_replicas, plan.get("migrations"), _context(plan)]
+    return [of_replicas, plan.get("migrations"), _context(plan), _experts(plan)]
 
 
 def _context(plan: Plan) -> int:
     """How many replicas share each sequence."""
     return int(plan.get("context_parallel", 1))
+
+
+def _experts(plan: Plan) -> int:
+    """How many replicas share each layer's experts."""
+    return int(plan.get("expert_parallel", 1))
 
 
 def _layers(chunks: Iterable[Sequence[int]]) -> str:

@@ -19,11 +19,14 @@ from megatron_resihp.plan import (
     ParallelPlan,
     PlanError,
     Replica,
+    Shard,
     data_parallel_of,
     deal,
     differences,
+    even_chunks,
     even_counts,
     even_share,
+    spelled_out,
 )
 from megatron_resihp.plan.replica import Kept
 
@@ -274,3 +277,41 @@ class TestSharedSequences:
     def test_what_they_must_have_in_common(self, replicas: tuple[Replica, ...], degree: int, reason: str) -> None:
         with pytest.raises(PlanError, match=reason):
             ParallelPlan(replicas, {}, context_parallel=degree)
+
+
+class TestSharedExperts:
+    PAIR: ClassVar = (Replica(((0,), (1,)), (0, 2)), Replica(((2,), (3,)), (1, 3)))
+    PLAN: ClassVar = ParallelPlan(PAIR, {4: None}, expert_parallel=2)
+
+    def test_json_and_words(self) -> None:
+        again = ParallelPlan.from_dict(json.loads(json.dumps(self.PLAN.to_dict())))
+        alone = ParallelPlan(self.PAIR, {4: None})
+        assert again == self.PLAN and pickle.loads(pickle.dumps(again)) == self.PLAN
+        assert "expert_parallel" not in alone.to_dict(), "plans without it keep their digests"
+        assert differences(alone, self.PLAN) == ("expert-parallel degree 1 → 2",)
+        assert self.PLAN.digest != alone.digest and self.PLAN.not_uniform is None
+
+    def test_each_has_its_own_micro_batches_and_its_share_of_the_experts(self) -> None:
+        full = spelled_out(self.PLAN, even_chunks(2, 2))
+        assert self.PLAN.micro_batch_count == 4
+        assert full.shards_of(1) == (Shard(2, 4, 0, 1, 0, 2),) and full.shards_of(3) == (Shard(2, 4, 0, 1, 1, 2),)
+        assert full.shards_of(4) == ()
+
+    @pytest.mark.parametrize(
+        ("replicas", "standbys", "degrees", "reason"),
+        [
+            (PAIR, {}, {"expert_parallel": 0}, "an expert-parallel degree is a whole number >= 1, got 0"),
+            (PAIR, {}, {"expert_parallel": 3}, "2 replicas can't share experts in groups of 3"),
+            (PAIR, {}, {"expert_parallel": 2, "context_parallel": 2}, "share sequences can't share experts, too"),
+            (PAIR, {4: Coordinate(0, 0)}, {"expert_parallel": 2}, "worker 4 has no work and can't keep a shard"),
+            (
+                (PAIR[0], Replica(((2,), (3,)), (1,))), {}, {"expert_parallel": 2},
+                "replicas 0 to 1 share experts and must have equal numbers of micro-batches",
+            ),
+        ],
+    )  # fmt: skip
+    def test_what_they_must_have_in_common(
+        self, replicas: tuple[Replica, ...], standbys: dict[int, Coordinate], degrees: dict[str, int], reason: str
+    ) -> None:
+        with pytest.raises(PlanError, match=reason):
+            ParallelPlan(replicas, standbys, **degrees)  # type: ignore[arg-type]

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slices: what workers whose shards are cut unlike each other have in common."""
 
+from typing import ClassVar
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard, even_counts
 from megatron_resihp.plan.microbatches import deal
 from megatron_resihp.plan.slices import (
+    NO_EXPERT,
     TIED,
     WHOLE,
+    Move,
     Slice,
     all_shards,
     contributors_of,
@@ -16,6 +20,7 @@ from megatron_resihp.plan.slices import (
     holders_of,
     in_buckets,
     plan_moves,
+    shares_of,
     slices_of,
 )
 
@@ -115,3 +120,26 @@ def test_tied_embeddings_are_held_at_both_ends() -> None:
     assert {piece.cut for piece in last if piece.layer == TIED} == {0, 1, 2, 3}
     assert Slice(0, 2) not in first
     assert {Slice(5, WHOLE), Slice(5, 0), Slice(5, 1)} < last  # a head may have weights beside the word embeddings
+
+
+class TestSharesOfExperts:
+    HALVES: ClassVar = [Shard(1, 2, 0, 1, rank, 2) for rank in range(2)]
+    WHOLE: ClassVar = Shard(1, 2, 0, 1)
+
+    def test_what_is_no_experts_is_with_every_share(self) -> None:
+        first, second = (slices_of([half], 1, None, shares_of(self.HALVES)) for half in self.HALVES)
+        assert first & second == {Slice(1, WHOLE), Slice(1, 0)}
+        assert first | second == slices_of([self.WHOLE], 1, None, 2)
+
+    def test_a_worker_that_gets_all_experts_is_sent_just_those_that_it_lacks(self) -> None:
+        held = {worker: slices_of([half], 1, None, 2) for worker, half in enumerate(self.HALVES)}
+        moves, missing = plan_moves(held, {0: slices_of([self.WHOLE], 1, None, 2)})
+        assert moves == [Move(1, 0, (Slice(1, WHOLE, 1), Slice(1, 0, 1)))] and not missing
+
+    def test_degrees_that_do_not_divide_each_other(self) -> None:
+        thirds = [Shard(1, 2, 0, 1, rank, 3) for rank in range(3)]
+        assert shares_of([*self.HALVES, *thirds]) == 6
+        assert {piece.share for piece in slices_of([thirds[1]], 1, None, 6)} == {NO_EXPERT, 2, 3}
+
+    def test_without_shares_experts_are_no_slices_of_their_own(self) -> None:
+        assert slices_of([self.WHOLE], 1, None) == {Slice(1, WHOLE), Slice(1, 0)}

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_resihp.plan import Coordinate, ParallelPlan
+from megatron_resihp.plan import Coordinate, ParallelPlan, Replica
 from megatron_resihp.planner import JobShape, NoPlanError, initial_plan, plan_uniform
-from megatron_resihp.planner.uniform import context_degrees
+from megatron_resihp.planner.uniform import context_degrees, expert_degrees
 
 Held = dict[int, Coordinate | None]
 
@@ -262,3 +262,36 @@ class TestSharedSequences:
     def test_sizes_that_do_not_divide(self) -> None:
         with pytest.raises(NoPlanError, match="6 workers are not a multiple of TP x CP x PP = 4"):
             initial_plan(JobShape(2, 1, 4, context_degrees=(2, 1)), 6)
+
+
+class TestSharedExperts:
+    @pytest.mark.parametrize(
+        ("own", "experts", "micro_batches", "lost", "expected"),
+        [
+            (2, 4, 8, 0, (2, 4)), (2, 4, 8, 1, (1, 3)), (2, 4, 8, 2, (2, 2)), (2, 4, 8, 3, (1, 1)),
+            (4, 4, 8, 1, (1, 3)), (4, 4, 4, 1, (2, 2)), (3, 6, 9, 1, (3, 3)), (4, 4, 4, 0, (4, 4)),
+        ],
+    )  # fmt: skip
+    def test_survivors_share_in_the_number_that_takes_least_time(
+        self, own: int, experts: int, micro_batches: int, lost: int, expected: tuple[int, int]
+    ) -> None:
+        """Of two that take as long the larger one, whose members hold fewer experts."""
+        shape = JobShape(1, 1, micro_batches, expert_degrees=expert_degrees(own, experts))
+        before = ParallelPlan(tuple(Replica(((w,),), (w,)) for w in range(4)))
+        held = dict.fromkeys(range(4 - lost), Coordinate(0, 0))
+        plan = plan_uniform(shape, held, before)
+        assert (plan.expert_parallel, len(plan.replicas)) == expected
+        assert set(plan.members) == set(held) and plan.micro_batch_count == micro_batches
+        assert all(kept is None for kept in plan.standbys.values()) or plan.expert_parallel == 1
+
+    def test_the_first_plan_is_megatrons(self) -> None:
+        plan = initial_plan(JobShape(2, 1, 8, expert_degrees=(2, 1)), 8)
+        assert plan.grid.rank_order() == tuple(range(8)) and plan.expert_parallel == 2
+        assert [replica.micro_batches for replica in plan.replicas] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+        with pytest.raises(NoPlanError, match="3 replicas can't share experts in groups of 2"):
+            initial_plan(JobShape(1, 1, 6, expert_degrees=(2, 1)), 3)
+
+    def test_degrees_that_divide_the_experts(self) -> None:
+        assert expert_degrees(8, 8) == (8, 4, 2, 1)
+        assert expert_degrees(4, 12) == (4, 3, 2, 1)
+        assert expert_degrees(1, 0) == (1,)

@@ -99,7 +99,7 @@ def changed(body: Any, path: str, value: Any, kinds: Kinds[Any] = MESSAGES) -> d
         (REPORT, "worker", True, "'worker' is True, not a whole number"),
         (REPORT, "worker", 2**70, "not a number that a job can have"),
         (REPORT, "worker", 3.0, "'worker' is 3.0, not a whole number"),
-        (Ready(1, 0, {"0/0": "a"}, (9000,), 0, 0), "digests.0/x", "b", "not two to four numbers"),
+        (Ready(1, 0, {"0/0": "a"}, (9000,), 0, 0), "digests.0/x", "b", "not two to five numbers"),
         (Ready(1, 0, {"0/0": "a"}, (9000,), 0, 0), "ports.0", 70000, "'ports.0' is 70000, not from 1 to 65535"),
         (ProcessExited(1, -9, 1.0), "time", float("nan"), "'time' is nan, not a finite number"),
         (ScriptFailed(1, "no", 1), "error", "x" * (MOST_CHARACTERS + 1), "'error' has 1000001 characters, more than"),

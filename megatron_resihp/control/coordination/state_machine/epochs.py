@@ -17,6 +17,7 @@ from megatron_resihp.control.coordination.state_machine.links import Separated
 from megatron_resihp.control.coordination.state_machine.plans import Plans
 from megatron_resihp.control.coordination.state_machine.state import HeldShards, State
 from megatron_resihp.control.replanning.change import Change
+from megatron_resihp.control.replanning.inventory import lacking
 from megatron_resihp.events.epochs import EpochBroken
 from megatron_resihp.events.event import Event
 from megatron_resihp.events.workers import LinkFailed, WorkerDead
@@ -202,6 +203,8 @@ class Epochs:
         except NoPlanError as error:
             own, degree = state.job.own, shape.tensor_parallel
             missing = tuple(shard for lost in error.missing for shard in shards_at(own, lost, degree))
+            if shape.shares_experts:  # these are lost where other holders of the same coordinate live
+                missing = lacking(held, own[-1].end)
             return step + self._ends.save(str(error), missing)
         on_trial = state.first_steps.published(plan, before, state.changes.under_way, told)
         state.epoch += 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows: how work is cut and overlapped, and what the groups are made of. Imports `notation` and `context`."""
+"""Rows: how work is cut and overlapped, and what the groups are made of. Imports `notation` and others."""
 
 from megatron_resihp.integration.support.notation import (
     Rows,
@@ -13,9 +13,8 @@ from megatron_resihp.integration.support.notation import (
     without,
 )
 from megatron_resihp.integration.support.row import NotWith
-from megatron_resihp.integration.support.rows import context
+from megatron_resihp.integration.support.rows import context, sharing_experts
 
-_EXPERTS = "a plan doesn't say yet which workers share the experts"
 _FSDP = "shards of parameters that exist once are lost with their worker: there are no copies of them"
 _USER_BUFFERS = (
     "Transformer Engine's kernels wait in each other's memory: nothing aborts one that waits for a dead worker, and "
@@ -34,8 +33,7 @@ _DEGREES: Rows = joined(
         account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split""",
     ),
     context.ROWS,
-    refused("expert_model_parallel_size", _EXPERTS, "leave it out, so that each tensor-parallel group has all experts"),
-    refused("expert_tensor_parallel_size", _EXPERTS, "leave it out, so that experts are cut as other layers are"),
+    sharing_experts.ROWS,
     refused(
         "tensor_parallel_num_weight_shards expert_tensor_parallel_num_weight_shards",
         "slices of state don't follow a cut of weights beyond the tensor-parallel degree",

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_resihp.control.coordination.digests import differing, name_of, shards_of_key
 from megatron_resihp.control.replanning.inventory import lacking, plan_for_survivors, written_once
-from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Replica, Shard, even_chunks
+from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Replica, Shard, even_chunks, spelled_out
 from megatron_resihp.plan.replica import shards_at
-from megatron_resihp.planner import JobShape, NoPlanError
+from megatron_resihp.planner import JobShape, NoPlanError, initial_plan
 
 LAYERS = 6
 OWN = even_chunks(4, 2)
@@ -33,7 +35,7 @@ def points(shards: tuple[Shard, ...]) -> set[tuple[int, int]]:
     """Sixtieths of layers; a sixtieth divides every share."""
     return {
         (layer, part)
-        for first, end, rank, degree in shards
+        for first, end, rank, degree, *_ in shards
         for layer in range(first, end)
         for part in range(60 * rank // degree, 60 * (rank + 1) // degree)
     }
@@ -125,3 +127,31 @@ class TestDigests:
         assert shards_of_key("4/-2/1", OWN, 2) == (Shard(4, 5, 0, 1),)
         assert name_of("-1/0/6") == "the word embeddings, cut 0 of 6"
         assert shards_of_key("-1/0/6", OWN, 2) == (Shard(0, 1, 0, 6),)
+
+
+class TestSharedExperts:
+    SHAPE: ClassVar = JobShape(1, 2, micro_batches=8, expert_degrees=(2, 1))
+    OWN: ClassVar = even_chunks(4, 2)
+
+    def held(self, *workers: int) -> dict[int, tuple[Shard, ...]]:
+        full = spelled_out(initial_plan(self.SHAPE, 8), self.OWN)
+        return {worker: full.shards_of(worker) for worker in workers}
+
+    def test_survivors_that_hold_all_experts_between_them_have_a_plan(self) -> None:
+        plan = plan_for_survivors(self.SHAPE, self.OWN, self.held(0, 2, 3, 4, 5, 6, 7), initial_plan(self.SHAPE, 8))
+        assert (plan.expert_parallel, len(plan.replicas), list(plan.standbys.values())) == (1, 3, [None])
+
+    def test_lost_experts_are_named_though_others_hold_the_rest_of_their_layers(self) -> None:
+        """Of the first stage's four workers both die that had the second half of the experts."""
+        held = self.held(0, 2, 4, 5, 6, 7)
+        assert lacking(held, 6) == (Shard(0, 3, 0, 1, 1, 2),)
+        with pytest.raises(NoPlanError, match="share 1 of 2 of the experts of layer 0 is held") as caught:
+            plan_for_survivors(self.SHAPE, self.OWN, held, initial_plan(self.SHAPE, 8))
+        assert caught.value.missing == (Coordinate(0, 0),), "no smaller plan is looked for"
+
+    def test_each_writes_all_that_it_holds(self) -> None:
+        assert written_once(held := self.held(0, 1, 4, 5)) == held
+
+    def test_keys_of_digests(self) -> None:
+        assert name_of("4/5/6/1/2") == "layer 4, cut 5 of 6, share 1 of 2 of the experts"
+        assert shards_of_key("4/-1/6/1/2", OWN, 2) == (Shard(4, 5, 0, 1, 1, 2),)

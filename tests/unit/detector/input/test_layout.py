@@ -36,3 +36,9 @@ def test_replicas_that_share_sequences_count_as_one() -> None:
     assert layout.replica.tolist() == [0] * 8
     assert layout.tp_rank.tolist() == [0, 1, 0, 1, 2, 3, 2, 3]
     assert layout.links.tolist() == [[0, 2], [1, 3], [4, 6], [5, 7]]
+
+
+def test_replicas_that_share_experts_count_as_one() -> None:
+    replicas = tuple(Replica(((worker,),), (worker,)) for worker in range(4))
+    layout = layout_of(ParallelPlan(replicas, {}, expert_parallel=2), 0, dict.fromkeys(range(4), 0))
+    assert layout.replica.tolist() == [0, 0, 1, 1] and layout.tp_rank.tolist() == [0, 1, 0, 1]

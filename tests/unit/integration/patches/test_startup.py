@@ -58,7 +58,10 @@ def test_parameters_are_taken_over_before_there_are_gradients(built_again: bool)
         parameters_of=lambda module, in_buffers: steps.append((module, in_buffers)),
         built=lambda chunk: steps.append("built"),
     )
-    runtime: Any = SimpleNamespace(held=SimpleNamespace(succession=succession if built_again else None))
+    runtime: Any = SimpleNamespace(
+        held=SimpleNamespace(succession=succession if built_again else None),
+        job=SimpleNamespace(own=SimpleNamespace(expert_parallel=1)),
+    )
 
     def megatrons(self: Any, config: Any, ddp_config: Any, module: Any, disable_bucketing: bool = False) -> None:
         steps.append(f"gradients, {disable_bucketing}")

@@ -91,7 +91,7 @@ def test_a_common_command_line_is_taken(check: Check) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        "--expert-model-parallel-size 2", "--moe-expert-rank-capacity-factor 1",
+        "--moe-expert-rank-capacity-factor 1",
         "--use-megatron-fsdp", "--use-torch-fsdp2", "--fp8-format hybrid", "--enable-cuda-graph",
         "--mtp-use-repeated-layer", pytest.param("--mtp-detach-heads", marks=SINCE_019),
         "--cuda-graph-impl local", "--cuda-graph-modules full_iteration",
@@ -388,3 +388,38 @@ def test_tokens_that_are_masked_need_a_loss_by_tokens(check: Check, capsys: pyte
         check, capsys, "--context-parallel-size", "2", "--eod-mask-loss", without="--calculate-per-token-loss"
     )
     assert "beside --eod-mask-loss: Megatron divides losses by each worker's own tokens" in line
+
+
+EXPERTS = ["--num-experts", "4", "--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall"]
+
+
+ALONE = ["--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1"]
+NOT_HELD = ("--bf16", "--sequence-parallel", "--use-distributed-optimizer", "--overlap-param-gather")
+IN_FP32 = [word for word in " ".join(COMMON).replace("--save out ", "").split() if word not in NOT_HELD]
+
+
+def test_experts_may_be_shared(check: Check) -> None:
+    assert check(*IN_FP32, *EXPERTS, *ALONE, "--expert-tensor-parallel-size", "1").switched_on
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "--use-distributed-optimizer", "--bf16", "--save out", "--hidden-dropout 0.1", "--moe-input-jitter-eps 0.1",
+        "--moe-expert-capacity-factor 1", "--moe-router-load-balancing-type sinkhorn", "--reset-position-ids",
+        "--mtp-num-layers 1", "--tensor-model-parallel-size 2 --sequence-parallel", "--resihp-spread-replicas",
+        "--resihp-strategy joint",
+    ],
+)  # fmt: skip
+def test_what_no_test_holds_where_experts_are_shared(
+    check: Check, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    with pytest.raises(SystemExit):
+        check(*IN_FP32, *EXPERTS, *ALONE, *command.split())
+    assert command.split()[0] in capsys.readouterr().err
+
+
+def test_biases_of_shared_experts(check: Check, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        check(*(word for word in IN_FP32 if word != "--disable-bias-linear"), *EXPERTS, *ALONE)
+    assert "needs --disable-bias-linear with --resihp" in capsys.readouterr().err

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_resihp.integration.state.parameter_slices import counted_by_megatron, pieces_of
+from megatron_resihp.integration.state.parameter_slices import counted_by_megatron, expert_of, pieces_of
 from megatron_resihp.plan import Shard
-from megatron_resihp.plan.slices import TIED
+from megatron_resihp.plan.slices import NO_EXPERT, TIED
 
 
 def marked(rows: torch.Tensor) -> torch.nn.Parameter:
@@ -84,3 +84,29 @@ def test_a_head_that_predicts_further_tokens_has_weights_of_its_own_beside_word_
 def test_a_head_that_shares_word_embeddings_has_no_others() -> None:
     found = places(Shard(5, 6, 0, 1), False, "decoder.final_layernorm.weight", "output_layer.weight")
     assert found == {"word_embeddings.weight": TIED, "decoder.final_layernorm.weight": HEAD}
+
+
+@pytest.mark.parametrize(
+    ("inner", "expected"),
+    [
+        ("mlp.experts.local_experts.1.linear_fc1.weight", (1, "mlp.experts.local_experts.3.linear_fc1.weight")),
+        ("mlp.experts.linear_fc2.weight0", (1, "mlp.experts.linear_fc2.weight2")),
+        ("mlp.shared_experts.linear_fc1.weight", (NO_EXPERT, "mlp.shared_experts.linear_fc1.weight")),
+        ("mlp.router.weight", (NO_EXPERT, "mlp.router.weight")),
+    ],
+)
+def test_experts_are_named_by_their_number_among_all(inner: str, expected: tuple[int, str]) -> None:
+    """The second of two workers that share four experts has the last two."""
+    assert expert_of(inner, Shard(1, 2, 0, 1, 1, 2), SimpleNamespace(num_moe_experts=4), 2) == expected
+
+
+def test_an_expert_is_the_same_slice_whoever_holds_it() -> None:
+    def of(shard: Shard, count: int) -> dict[tuple[int, str], int]:
+        names = [f"decoder.layers.0.mlp.experts.local_experts.{number}.linear_fc1.weight" for number in range(count)]
+        named = [(name, marked(torch.arange(2.0))) for name in names]
+        config = SimpleNamespace(gated_linear_unit=False, num_moe_experts=4)
+        module = SimpleNamespace(config=config, named_parameters=lambda: named)
+        return {(piece.slice.share, piece.name): piece.slice.cut for piece in pieces_of([module], [shard], 1, None, 2)}
+
+    halves = of(Shard(1, 2, 0, 1, 0, 2), 2) | of(Shard(1, 2, 0, 1, 1, 2), 2)
+    assert halves == of(Shard(1, 2, 0, 1), 4) and len(halves) == 4

@@ -22,7 +22,7 @@ def arguments(**changed: Any) -> Namespace:
         "account_for_loss_in_pipeline_split": False, "sequence_parallel": False,
         "untie_embeddings_and_output_weights": False, "data_parallel_size": 1,
         "virtual_pipeline_model_parallel_size": None, "microbatch_group_size_per_vp_stage": None,
-        "mtp_num_layers": None,
+        "mtp_num_layers": None, "expert_model_parallel_size": 1,
     }  # fmt: skip
     return Namespace(**(defaults | changed))
 

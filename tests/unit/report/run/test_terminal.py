@@ -243,6 +243,7 @@ def test_shapes_of_unlike_replicas() -> None:
     assert describe({"replicas": [even, uneven, even]}) == "DP3: 2x PP2 TP2, 1x PP2 TP2/1"
     assert describe({"replicas": [uneven]}) == "DP1 PP2 TP2/1"
     assert describe({"replicas": [even] * 4, "context_parallel": 2}) == "DP2 CP2 PP2 TP2"
+    assert describe({"replicas": [even] * 4, "expert_parallel": 2}) == "DP4 EP2 PP2 TP2"
 
 
 def test_layers_and_micro_batches_in_words() -> None:

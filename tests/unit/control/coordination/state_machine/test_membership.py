@@ -159,7 +159,7 @@ class Job:
         cuts = math.lcm(*(shard.tp_degree for member in plan.members for shard in plan.shards_of(member)))
         return {
             f"{layer}/{cut}/{cuts}": state
-            for first, end, rank, degree in plan.shards_of(worker)
+            for first, end, rank, degree, *_ in plan.shards_of(worker)
             for layer in range(first, end)
             for cut in range(rank * cuts // degree, (rank + 1) * cuts // degree)
         }

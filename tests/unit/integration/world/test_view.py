@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What workers are under a uniform plan whose replicas share experts."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_resihp.integration.world.view import UniformView
+from megatron_resihp.plan import ParallelPlan, Replica
+
+SHARES = ((0, 4), (1, 5), (2,), (3,))
+PLAN = ParallelPlan(tuple(Replica(((w,),), share) for w, share in enumerate(SHARES)), expert_parallel=2)
+VIEWS = [UniformView(PLAN, worker, pipeline_last=True) for worker in range(4)]
+
+
+@pytest.mark.parametrize(("count", "runs"), [(1, [1, 1, 1, 1]), (5, [2, 2, 1, 1]), (7, [2, 2, 2, 2])])
+def test_those_that_share_evaluate_as_many_micro_batches(count: int, runs: list[int]) -> None:
+    """Each meets the other one in every layer, also with micro-batches that count nothing."""
+    assert [view.evaluation_runs(count) for view in VIEWS] == runs
+    assert [len(view.evaluation_order(count)) for view in VIEWS] == runs
+    assert sorted(index for view in VIEWS for index in view.evaluation_share(count)) == list(range(count))
+
+
+def test_ops_that_can_only_be_run_together_have_one_number() -> None:
+    assert [view.op_numbers for view in VIEWS] == [(0, 4), (0, 4), (2,), (2,)]
+    assert [view.numbering for view in VIEWS] == list(SHARES)
