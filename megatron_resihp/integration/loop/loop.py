@@ -230,12 +230,13 @@ def wrap_save_checkpoint_and_time(runtime: Runtime, original: Callable[..., Any]
         runtime.reach("save")
         if _is_there(runtime, directory_of_saves(runtime.job.args, non_persistent_ckpt), iteration):
             return
-        if non_persistent_ckpt or runtime.saves.writer.calls:
-            # Megatron is about to remove older ones that are not persistent, and the newest of them may be under way.
-            # And it waits for a writer that is busy, without seeing that the epoch has broken meanwhile.
-            finish_saves()
-        with _saving(runtime, iteration, non_persistent_ckpt), runtime.probes.span(SpanKind.SAVE):
-            original(iteration, *positional, non_persistent_ckpt=non_persistent_ckpt, **options)
+        with runtime.probes.span(SpanKind.SAVE):
+            if non_persistent_ckpt or runtime.saves.writer.calls:
+                # Megatron removes older checkpoints that are not persistent, and the newest may be under way. It also
+                # waits for a busy writer, and does not see that the epoch has broken meanwhile.
+                finish_saves()
+            with _saving(runtime, iteration, non_persistent_ckpt):
+                original(iteration, *positional, non_persistent_ckpt=non_persistent_ckpt, **options)
         if runtime.calls.position > 0:
             # Nothing is trained beside it any more, and what follows closes what the end of a save is written to.
             finish_saves()

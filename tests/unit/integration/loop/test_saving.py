@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A save that must wait for the one before it hears of a death meanwhile."""
+
+from unittest.mock import MagicMock
+
+import pytest
+
+from megatron_resihp.control.worker.errors import EpochBroken
+from megatron_resihp.integration.loop import loop
+
+
+def save(monkeypatch: pytest.MonkeyPatch, under_way: int) -> MagicMock:
+    """Save in an epoch that breaks as soon as saves are waited for; returns Megatron's function."""
+    runtime, megatron = MagicMock(), MagicMock()
+    runtime.saves.is_there.return_value = False
+    runtime.saves.writer.calls = under_way
+    runtime.calls.position = 0
+    monkeypatch.setattr(loop, "finish_saves", MagicMock(side_effect=EpochBroken))
+    monkeypatch.setattr(loop, "data_parallel_of", lambda plan: 2)
+    loop.wrap_save_checkpoint_and_time(runtime, megatron)(4)
+    return megatron
+
+
+def test_the_wait_for_a_busy_writer_ends_with_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(EpochBroken):
+        save(monkeypatch, under_way=1)
+
+
+def test_a_save_is_not_waited_for_where_none_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    save(monkeypatch, under_way=0).assert_called_once()
