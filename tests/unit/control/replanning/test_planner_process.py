@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import signal
 import time
@@ -17,6 +18,7 @@ from megatron_resihp.control.replanning import planner_process, planning
 from megatron_resihp.control.replanning.planner_process import PlannerProcess
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica
 from megatron_resihp.protocol.planning import PLANNER_REQUESTS, KnownJob, NoPlan, PlannerRequest
+from megatron_resihp.protocol.version import VERSION
 from megatron_resihp.protocol.wire import COORDINATOR
 
 PLAN = ParallelPlan((Replica(((0,), (1,)), (0, 1)),))
@@ -119,8 +121,8 @@ def test_a_question_too_large_for_a_pipe_is_given_up_in_time(planner: PlannerPro
 
 def test_an_answer_that_can_not_be_read_is_none(planner: PlannerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of another installation, say. It names sender and field."""
-    written = '{"protocol": "1.0", "sender": "the planner", "kind": "NoPlan", "id": null, "body": {"reason": 7}}'
-    monkeypatch.setattr(planner_process, "_read_line", lambda process, deadline: written.encode() + b"\n")
+    said = {"protocol": VERSION, "sender": "the planner", "kind": "NoPlan", "id": None, "body": {"reason": 7}}
+    monkeypatch.setattr(planner_process, "_read_line", lambda process, deadline: json.dumps(said).encode() + b"\n")
     answer = planner.ask(request(), WAIT_S)
     assert answer == NoPlan("NoPlan from the planner: 'reason' is 7, not text", unanswered=True)
 
