@@ -16,11 +16,11 @@ sys.path.insert(0, str(REPOSITORY / "scripts"))
 import pretrain_gpt  # noqa: E402
 
 from megatron_resihp.executor import digest  # noqa: E402
-from megatron_resihp.integration.loop import recovery  # noqa: E402
+from megatron_resihp.integration.loop import making_room  # noqa: E402
 from megatron_resihp.integration.state.room import Room  # noqa: E402
 
 if __name__ == "__main__":
     digest.CHUNK >>= 10
     if (Path(os.environ["RESIHP_RUN_DIR"]) / "wishes" / "optimist").exists():
-        recovery.Room = lambda new, *others: Room(0, *others)  # type: ignore[misc, assignment]
+        making_room.Room = lambda new, *others: Room(0, *others)  # type: ignore[misc, assignment]
     pretrain_gpt.main()

@@ -48,7 +48,8 @@ def test_fifty_recoveries_leave_nothing_behind(jobs: Jobs) -> None:
     job.wait(180.0, meanwhile=keys.look)
 
     assert len(job.events("recovery")) == RECOVERIES
-    assert keys.most_after(RECOVERIES // 2) <= keys.most_before(RECOVERIES // 2), keys.most
+    half = RECOVERIES // 2  # a key for each recovery would be a leak; looks at other moments find some more or less
+    assert keys.most_after(half) < keys.most_before(half) + half // 2, keys.most
     check_training(job, reference)
     # The layout is the reference's throughout, so not one bit of the state may differ.
     assert final_state(job) == final_state(reference)

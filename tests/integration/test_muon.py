@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import EXPERTS, Jobs, ask_at, check_training, tiny
+from jobs import EXPERTS, FP32, Jobs, ask_at, check_training, tiny
 from stock_runs import check_like_stock, forked_stock_steps
 from test_interleaved import UNLIKE, own_plan
 from test_plan_failures import are_heterogeneous
@@ -53,7 +53,7 @@ def test_a_death_and_other_stages(jobs: Jobs, tmp_path: Path, model: dict[str, A
     check_like_stock(job, forked_stock_steps(jobs, 4, **model))
     # The control: with another momentum of Muon losses are others.
     other = jobs.run(tiny(**model | {"muon_momentum": 0.5}), workers=4)
-    assert (compare(job.summary.loss, other.summary.loss) or 0) > 1e-3
+    assert (compare(job.summary.loss, other.summary.loss) or 0) > 10 * FP32.loss
 
 
 def test_a_death_among_members_and_no_other_degree(jobs: Jobs, tmp_path: Path) -> None:
