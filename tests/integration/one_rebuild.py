@@ -61,7 +61,8 @@ HALF, PARTS = KIND.startswith("bf16"), KIND.endswith("+parts")
 TYPE = torch.bfloat16 if HALF else torch.float32
 TOKENS, WORDS = 16, 128
 
-runtime: Any = SimpleNamespace(held=SimpleNamespace(succession=None))
+own = SimpleNamespace(expert_parallel=1)
+runtime: Any = SimpleNamespace(held=SimpleNamespace(succession=None), job=SimpleNamespace(own=own))
 
 
 def build() -> Trained:
