@@ -44,7 +44,7 @@ class _Reopened:
             try:
                 return call(self.store)
             except StoreError as loss:
-                if self.store.closed:
+                if self.store.connection.closed:
                     raise
                 self.store = self._reopened(loss)
         return call(self.store)
@@ -85,19 +85,17 @@ class LastingStore:
 
     Attributes:
         run: which run's store it is.
+        secret: that it takes.
     """
 
     def __init__(self, store: StoreClient, run: str | None = None) -> None:
         self.run = store.get(keys.RUN, READ_S) if run is None else run
+        self.secret: Secret = store.connection.secret
         self._way = _Reopened(store, self.run)
 
     @property
     def address(self) -> Address:
         return self._way.store.address
-
-    @property
-    def secret(self) -> Secret:
-        return self._way.store.connection.secret
 
     def set(self, key: str, value: str) -> None:
         self._way.again(lambda store: store.set(key, value))

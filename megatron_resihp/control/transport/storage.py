@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable
+from functools import partial
 from itertools import count
 from typing import Final
 
@@ -32,7 +33,7 @@ class Storage:
         self._numbers = count()
         self._do: dict[Op, Callable[..., Reply]] = {
             Op.SET: self._set, Op.CHECK: self._check, Op.COMPARE_SET: self._compare_set, Op.ADD: self._add,
-            Op.PUSH: self._push, Op.DELETE: self._delete, Op.DELETE_ALL: self._delete_all,
+            Op.PUSH: self._push, Op.DELETE: self._delete, Op.DELETE_ALL: partial(_delete_all, self._values),
             Op.COUNT: lambda: Reply(Said.YES, str(len(self._values)).encode()),
         }  # fmt: skip
 
@@ -137,11 +138,12 @@ class Storage:
     def _delete(self, key: bytes) -> Reply:
         return NO if self._values.pop(key, None) is None else YES
 
-    def _delete_all(self, beginning: bytes) -> Reply:
-        for key in [key for key in self._values if key.startswith(beginning)]:
-            del self._values[key]
-        return YES
-
 
 def _place(request: Request) -> tuple[bool, bytes]:
     return request.op is Op.POP, request.fields[0]
+
+
+def _delete_all(values: dict[bytes, bytes], beginning: bytes) -> Reply:
+    for key in [key for key in values if key.startswith(beginning)]:
+        del values[key]
+    return YES

@@ -104,11 +104,6 @@ class StoreClient:
     def address(self) -> Address:
         return self.connection.address
 
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self.connection.closed
-
     def set(self, key: str, value: str) -> None:
         self.connection.ask(Op.SET, *_sized(key, value))
 

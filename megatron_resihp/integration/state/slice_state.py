@@ -230,7 +230,8 @@ class Filler(Protocol):
     def fill(self, pieces: Iterable[Piece], tensors: Mapping[str, torch.Tensor]) -> None: ...
 
     def set_steps(self, steps: Sequence[Any]) -> None:
-        """Step counters that an optimizer keeps per parameter group; they are equal in all groups."""
+        """Step counters that an optimizer keeps per parameter group. They are equal in all groups that count; those of
+        Muon don't, and keep what an earlier change has set."""
 
 
 class HostFiller:
@@ -310,7 +311,7 @@ class _Filler:
         if known:
             for part in parts_of(self._trained.optimizer):
                 for group in part.optimizer.param_groups:
-                    group["step"] = known[0]
+                    group["step"] = max(known)
 
 
 def slice_states(

@@ -35,7 +35,11 @@ _CLASHES = (
     Clash("fp8", lambda values: values["fp8"], "the scales of experts' tensors don't move with the experts"),
     Clash("fp4", lambda values: values["fp4"], "the scales of experts' tensors don't move with the experts"),
     Clash("reset_position_ids", lambda values: values["reset_position_ids"], _DOCUMENTS),
-    Clash("dataloader_inter_document_masking", lambda values: values["dataloader_inter_document_masking"], _DOCUMENTS),
+    Clash(
+        "dataloader_inter_document_masking",
+        lambda values: values.get("dataloader_inter_document_masking"),  # Megatron 0.18 has none
+        _DOCUMENTS,
+    ),
     Clash(
         "moe_router_load_balancing_type",
         lambda values: "sinkhorn" in values["moe_router_load_balancing_type"],
