@@ -428,6 +428,15 @@ def check_digests(job: Job) -> None:
         assert len(set(digests.values())) == 1, f"holders of {shard} differ: {digests}"
 
 
+def check_samples(job: Job) -> None:
+    """Each sample was trained on once and in its place, and holders agree."""
+    summary = job.summary
+    assert (summary.samples_lost, summary.samples_applied_twice, summary.samples_out_of_place) == (0, 0, 0)
+    assert summary.samples_consumed == summary.job.train_iters * summary.job.global_batch_size
+    assert not job.events("detection_failed")
+    check_digests(job)
+
+
 def difference_table(summary: RunSummary, expected: RunSummary) -> str:
     lines = ["iteration  loss  reference  |  gradient norm  reference"]
     for iteration in sorted(summary.loss.keys() | expected.loss.keys()):

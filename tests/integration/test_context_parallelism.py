@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import BF16, FP32, PRETRAIN, WISHING, Job, Jobs, Tolerance, ask_at, check_digests, tiny
+from jobs import BF16, FP32, PRETRAIN, WISHING, Job, Jobs, Tolerance, ask_at, check_samples, tiny
 from stock_runs import check_like_stock, forked_stock_steps, losses_of
 from test_checkpoints import FUSED, as_stock_says, stock_losses
 from test_emergency import emergency
@@ -50,14 +50,6 @@ def like_stock(jobs: Jobs, *injections: str, layout: dict[str, Any], tolerance: 
     check_samples(job)
     assert len(job.summary.deaths) == len(injections)
     return job
-
-
-def check_samples(job: Job) -> None:
-    summary = job.summary
-    assert (summary.samples_lost, summary.samples_applied_twice, summary.samples_out_of_place) == (0, 0, 0)
-    assert summary.samples_consumed == summary.job.train_iters * summary.job.global_batch_size
-    assert not job.events("detection_failed")
-    check_digests(job)
 
 
 def test_training_shows_in_the_losses(jobs: Jobs) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from jobs import EXPERTS, FP32, WISHING, Job, Jobs, check_digests, tiny
+from jobs import EXPERTS, FP32, WISHING, Job, Jobs, check_samples, tiny
 from stock_runs import check_like_stock, forked_stock_steps, losses_of
 
 from megatron_resihp.plan import ParallelPlan
@@ -28,14 +28,6 @@ def degrees(job: Job) -> list[tuple[int, int]]:
     """Of each epoch: how many replicas share experts, and how many there are."""
     plans = [ParallelPlan.from_dict(event["plan"]) for event in job.events("epoch_started")]
     return [(plan.expert_parallel, len(plan.replicas)) for plan in plans]
-
-
-def check_samples(job: Job) -> None:
-    summary = job.summary
-    assert (summary.samples_lost, summary.samples_applied_twice, summary.samples_out_of_place) == (0, 0, 0)
-    assert summary.samples_consumed == summary.job.train_iters * summary.job.global_batch_size
-    assert not job.events("detection_failed")
-    check_digests(job)
 
 
 def test_training_shows_in_the_losses(jobs: Jobs) -> None:

@@ -8,7 +8,7 @@ Two nodes whose link has failed too often are kept apart for a while, whatever w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -95,7 +95,7 @@ class FailedLinks:
         first, second = sorted(map(self.node_of, pair))
         return None if first == second else (first, second)
 
-    def separated(self, living: Collection[int], capacity: Callable[[frozenset[int]], int | None]) -> Separated | None:
+    def separated(self, living: Set[int], capacity: Callable[[frozenset[int]], int | None]) -> Separated | None:
         """What to do about links that have failed too often.
 
         Args:
@@ -116,7 +116,9 @@ class FailedLinks:
         kept = {side: capacity(side) for side, _ in found}
         possible = [each for each in found if kept[each[0]] is not None]
         if not possible:
-            return Separated(frozenset(), found[0][1])
+            # A link that is only remembered to be bad may have failed in passing this time. So go on as at first.
+            again = any(times >= FAILURES and set(pair) <= living for pair, times in self._failures.items())
+            return Separated(frozenset(), found[0][1]) if again else None
         # The least capacity lost; among equals the side cut off from most, then the fewest, then the later nodes.
         without, why = max(possible, key=lambda each: (kept[each[0]], cuts[each[0]], -len(each[0]), min(each[0])))
         return Separated(without, why)

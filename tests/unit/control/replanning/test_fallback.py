@@ -89,6 +89,17 @@ def test_the_pipeline_is_taken_where_what_is_left_exceeds_memory() -> None:
     assert plan_for(lone, 0, 2, device_memory=4_000_000).replicas[0].stages == ((0,), (2,))
 
 
+def test_who_shares_experts_with_nobody_any_more_has_all_of_them() -> None:
+    told = set()
+    for degree in (1, 4):
+        experts = {"num_experts": 8, "moe_router_topk": 2, "expert_model_parallel_size": degree}
+        survivors = replace(survivors_of(TWO_PIPELINES, 1, 2, device_memory=1000), arguments=ARGUMENTS | experts)
+        with pytest.raises(NoPlanError, match="memory exceeded on worker") as refused:
+            plan_for_few(survivors)
+        told.add(str(refused.value))
+    assert len(told) == 1, "the plan takes as much memory as if the job had never shared experts"
+
+
 def test_no_plan_where_sizes_are_not_known() -> None:
     with pytest.raises(NoPlanError, match="have not told the model's sizes"):
         plan_for_few(replace(survivors_of(TWO_PIPELINES, 1, 2), arguments=None))

@@ -39,3 +39,12 @@ def test_there_and_back_through_host_memory() -> None:
     host.set_steps(group_steps(trained(7, 7)))
     _Filler(back).set_steps(host.whole.steps)
     assert group_steps(back) == [7]
+
+
+def test_groups_that_do_not_count_set_nobody_back() -> None:
+    """Muon's group comes first, and keeps what the first of two changes has set."""
+    between, after = trained(None, None), trained(None, None)
+    _Filler(between).set_steps(group_steps(trained(None, 100)))
+    between.optimizer.optimizer.param_groups[1]["step"] = 1000
+    _Filler(after).set_steps(group_steps(between))
+    assert group_steps(after) == [1000, 1000]

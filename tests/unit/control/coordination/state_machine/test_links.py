@@ -97,8 +97,19 @@ def test_a_link_that_is_remembered_needs_no_second_failure(links: FailedLinks) -
         links.note(epoch, {2: [4]})
     links.forget([0])
     links.note(3, {3: [5]})
-    separated = links.separated([2, 3, 4, 5], lambda without: 4 - len(without))
+    separated = links.separated({2, 3, 4, 5}, lambda without: 4 - len(without))
     assert separated is not None and "can't reach each other" in separated.why
+
+
+def test_one_failure_more_ends_no_job_that_can_spare_neither_side(links: FailedLinks) -> None:
+    for epoch in (1, 2):
+        links.note(epoch, {2: [4]})
+    links.forget([0])
+    links.note(3, {3: [5]})
+    assert links.separated({2, 3, 4, 5}, lambda without: None) is None
+    links.note(4, {3: [5]})
+    separated = links.separated({2, 3, 4, 5}, lambda without: None)
+    assert separated is not None and not separated.without
 
 
 def test_workers_of_one_node_are_no_link(links: FailedLinks) -> None:
