@@ -16,6 +16,8 @@ MOST_TOLD: Final = 1000
 """How many dropped texts get a line each: a sender of more must not fill the log."""
 LOOK_BACK_S: Final = 10.0
 """After so long without a notice: whether the next one has come, and been deleted."""
+GONE_S: Final = 1.0
+"""A notice that was there, and does not come in this time, may have been deleted meanwhile."""
 NO_MORE: Final = "; further ones are dropped without a word"
 
 
@@ -72,14 +74,23 @@ class NoticeReader:
                 self._look_back()
             return None
         self._silent_s = 0.0
-        try:
-            notice = self._reader.read(self._store.get(key, self._read_s))
-        except TimeoutError:
-            if self._look_back():
-                return None
-            raise
+        text = self._text(key)
+        if text is None:
+            return None
+        notice = self._reader.read(text)
         self._number = notice.next if isinstance(notice, NoticesForgotten) else self._number + 1
         return None if isinstance(notice, NoticesForgotten) else notice
+
+    def _text(self, key: str) -> str | None:
+        """A notice that was there; None: it is forgotten, perhaps since then."""
+        for within_s in (GONE_S, self._read_s):
+            try:
+                return self._store.get(key, within_s)
+            except TimeoutError as error:
+                late = error
+                if self._look_back():
+                    return None
+        raise late
 
     def _look_back(self) -> bool:
         """Go back to the first notice if the next one is gone: what is left there may be heard twice."""
