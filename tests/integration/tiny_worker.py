@@ -28,7 +28,8 @@ from megatron_resihp.control.transport.store_client import connect
 from megatron_resihp.control.worker.client import WorkerControl
 from megatron_resihp.control.worker.errors import EpochBroken, JobEnded, UnreachableError
 from megatron_resihp.control.worker.heard import NO_EPOCH
-from megatron_resihp.control.worker.reach import Door, own_address_towards
+from megatron_resihp.control.worker.own_address import own_address_towards
+from megatron_resihp.control.worker.reach import Door
 from megatron_resihp.plan import Chunk, ParallelPlan
 from megatron_resihp.plan.replica import shards_at
 from megatron_resihp.protocol.job import JobDescription

@@ -53,14 +53,6 @@ class Door:
                 return
 
 
-def own_address_towards(host: str) -> str:
-    """The address with which this machine talks to another one. Sends nothing."""
-    family, kind, _, _, found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(found)
-        return str(probe.getsockname()[0])
-
-
 def unreachable(addresses: Mapping[int, Address], timeout_s: float = KNOCK_S) -> list[int]:
     """The workers whose machines do not answer; a machine that refuses the connection has answered."""
     numbers = sorted(addresses)

@@ -24,6 +24,7 @@ from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from megatron_resihp import cpu
 from megatron_resihp.config import ResihpConfig
+from megatron_resihp.control.commands.interface import GLOO
 from megatron_resihp.control.node.absences import Seen
 from megatron_resihp.control.node.environment import ABSENCES_FD, SLOTS
 from megatron_resihp.control.transport.address import parse_address
@@ -34,7 +35,8 @@ from megatron_resihp.control.transport.store_client import connect, open_connect
 from megatron_resihp.control.worker.client import WorkerControl
 from megatron_resihp.control.worker.heard import NO_EPOCH
 from megatron_resihp.control.worker.identity import Identity, check_in
-from megatron_resihp.control.worker.reach import Door, own_address_towards
+from megatron_resihp.control.worker.own_address import own_address
+from megatron_resihp.control.worker.reach import Door
 from megatron_resihp.cost.arguments import ARGUMENTS
 from megatron_resihp.cost.training import why_own_degree
 from megatron_resihp.detector.input.wire import pack
@@ -98,7 +100,7 @@ def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Ca
         for each in communicators:
             abort_or_die(each.connections.abort_if_interrupted)
 
-    door = Door(own_address_towards(store.address.host)).address
+    door = Door(own_address(store.address.host, os.environ.get(GLOO))).address
     control = WorkerControl(store, worker, abort, NO_EPOCH if joining else 0, door)
 
     def open_store() -> dist.Store:

@@ -18,7 +18,8 @@ from megatron_resihp.control.transport.secret import fresh_secret
 from megatron_resihp.control.transport.store import reserve
 from megatron_resihp.control.transport.store_client import connect
 from megatron_resihp.control.transport.store_server import StoreServer
-from megatron_resihp.control.worker.reach import Door, own_address_towards, unreachable
+from megatron_resihp.control.worker.own_address import own_address_towards
+from megatron_resihp.control.worker.reach import Door, unreachable
 
 LOOPBACK = socket.if_nameindex()[0][1]
 NODE_0 = Address("n0", 6000)

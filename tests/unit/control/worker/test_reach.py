@@ -9,7 +9,8 @@ import pytest
 
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.worker import reach
-from megatron_resihp.control.worker.reach import Door, own_address_towards, unreachable
+from megatron_resihp.control.worker.own_address import own_address_towards
+from megatron_resihp.control.worker.reach import Door, unreachable
 
 
 def test_who_is_there_answers() -> None:
