@@ -66,7 +66,7 @@ class Connections:
         """Make every blocked or later operation of the epoch fail. Called from any thread, any number of times.
 
         Raises:
-            DeviceStuck: NCCL did not finish its aborts in time.
+            DeviceLost: NCCL did not finish its aborts in time, or the device has faulted.
         """
         with self._lock:
             self._start_abort()

@@ -15,12 +15,15 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from megatron_resihp.executor.groups.errors import device_fault
+
 ABORT_S: Final = 10.0
 """Seconds until the device counts as stuck: far longer than an abort takes, far shorter than peers wait."""
 
 
-class DeviceStuck(RuntimeError):
-    """NCCL could not be aborted in time. This worker can't leave the epoch: it must die so that the others continue."""
+class DeviceLost(RuntimeError):
+    """NCCL could not be aborted in time, or the device has faulted. This worker can't go on: it must die so that the
+    others do."""
 
 
 class NcclAborts:
@@ -34,6 +37,7 @@ class NcclAborts:
         self._timeout_s = timeout_s
         self._threads: dict[Any, threading.Thread] = {}
         self._errors: list[str] = []
+        self._fault: str | None = None
 
     def start(self) -> None:
         """Start to abort every group that is not being aborted yet. Returns at once."""
@@ -50,7 +54,7 @@ class NcclAborts:
             the aborts that NCCL refused, one line for each group; each is returned once.
 
         Raises:
-            DeviceStuck: some aborts are not over in time.
+            DeviceLost: some aborts are not over in time, or the device has faulted.
         """
         deadline = time.monotonic() + self._timeout_s
         waited_for = list(self._threads.items())
@@ -58,7 +62,9 @@ class NcclAborts:
             thread.join(max(0.0, deadline - time.monotonic()))
         stuck = sorted(group.group_name for group, thread in waited_for if thread.is_alive())
         if stuck:
-            raise DeviceStuck(f"NCCL groups {', '.join(stuck)} could not be aborted within {self._timeout_s:g} s")
+            raise DeviceLost(f"NCCL groups {', '.join(stuck)} could not be aborted within {self._timeout_s:g} s")
+        if self._fault is not None:
+            raise DeviceLost(f"the device faulted, as an abort found ({self._fault})")
         errors, self._errors = self._errors, []
         return errors
 
@@ -75,6 +81,8 @@ class NcclAborts:
             backend_of(group).abort()
         except RuntimeError as error:
             self._errors.append(f"group {group.group_name}: {error}")
+            if device_fault(error) is not None:
+                self._fault = str(error).splitlines()[0]
 
 
 def nccl_groups() -> list[Any]:

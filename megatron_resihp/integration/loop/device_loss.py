@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A device that does not let go of a broken epoch, or fails in it, is given up: its worker dies, and the others go on.
+"""A device that does not let go of a broken epoch, or faults, is given up: its worker dies, and the others go on.
 
 An error would end the job instead. May import `control` and `executor`.
 """
@@ -9,11 +9,9 @@ from typing import Final
 
 from megatron_resihp.control.linux import die
 from megatron_resihp.control.worker.client import WorkerControl
-from megatron_resihp.executor.nccl.aborts import DeviceStuck
+from megatron_resihp.executor.groups.errors import HARDWARE, device_fault
+from megatron_resihp.executor.nccl.aborts import DeviceLost
 
-FAULTS: Final = frozenset({700, 719})
-"""CUDA's codes of an illegal access and of a failed launch. A survivor may get one when it reads memory of a dead peer,
-which NCCL maps into its own (`NCCL_CUMEM_ENABLE`, NVLS)."""
 NOTICE_S: Final = 5.0
 """How long the notice of a death may come later than its effect on the device."""
 
@@ -22,12 +20,30 @@ def abort_or_die(abort: Callable[[], None]) -> None:
     """Abort an epoch's communicators, from any thread."""
     try:
         abort()
-    except DeviceStuck as error:
+    except DeviceLost as error:
         die(str(error))
 
 
-def die_of_fault(control: WorkerControl, error: BaseException) -> None:
-    """Die where a device has faulted in an epoch that is broken, or is marked as broken soon; else it is the program's
-    own error, and this returns."""
-    if getattr(error, "error_code", None) in FAULTS and control.heard.await_broken(NOTICE_S):
-        die(f"the device faulted in a broken epoch ({str(error).splitlines()[0]})")
+def die_of_fault(
+    control: WorkerControl, error: BaseException, recovering: bool, blame: Callable[[], None] | None
+) -> None:
+    """Die of a fault of the device, unless it is the program's own error; then, and of other errors, this returns.
+
+    A survivor may fault as it reads the memory of a dead peer, which NCCL maps into its own (`NCCL_CUMEM_ENABLE`,
+    NVLS). It may notice that late, since work is queued: in the next epoch, on its way there or in its first step. What
+    is broken about the device itself is never the program's error.
+
+    Args:
+        recovering: whether no step has been taken since the last epoch broke or was left.
+        blame: tells the coordinator that a plan is on trial, which may be why; None: it isn't.
+    """
+    code = device_fault(error)
+    if code is None:
+        return
+    what = f"CUDA {code}: {str(error).splitlines()[0]}"
+    if code in HARDWARE:
+        die(f"the device has failed ({what})")
+    if recovering or control.heard.await_broken(NOTICE_S):
+        if blame is not None:
+            blame()  # before another worker faults under it
+        die(f"the device faulted in a broken epoch or in the first step after one ({what})")

@@ -9,6 +9,7 @@ import gc
 import sys
 import time
 import traceback
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,18 +115,19 @@ def recover(runtime: Runtime, error: Exception) -> None:
     runtime.recovery.last_step_at = None
     struck: set[tuple[Any, ...]] = set()
     while True:
-        die_of_fault(runtime.control, error)
+        blame, answer_s = None, runtime.job.config.resihp_answer_timeout
+        if blames_plan(runtime, error) and not runtime.control.heard.broken():
+            blame = partial(runtime.control.blame_plan, error, answer_s)
+        die_of_fault(runtime.control, error, runtime.recovery.since is not None, blame)
         if not is_ours(runtime, error):
             raise error
-        blamed = blames_plan(runtime, error) and not runtime.control.heard.broken()
-        if blamed:
+        if blame is not None:
             print("resihp: the first step under a plan that was chosen has failed:", file=sys.stderr)
             traceback.print_exception(error)
         _let_go_of_frames(error)
         if not isinstance(error, PlanChange | TakenIn):
-            tell = runtime.control.blame_plan if blamed else runtime.control.suspect
             with phases.phase("notice"):
-                tell(error, runtime.job.config.resihp_answer_timeout)
+                (blame or partial(runtime.control.suspect, error, answer_s))()
         # What strikes on the way to the next plan is none of this one.
         runtime.on_trial = False
         if runtime.recovery.since is None:

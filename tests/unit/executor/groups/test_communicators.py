@@ -16,7 +16,7 @@ from gloo_members import Member, close_what_is_kept_open
 
 from megatron_resihp.executor.groups.communicators import Communicators
 from megatron_resihp.executor.groups.rendezvous import RendezvousBroken
-from megatron_resihp.executor.nccl.aborts import DeviceStuck, group_error
+from megatron_resihp.executor.nccl.aborts import DeviceLost, group_error
 
 LIMIT_S = 10.0
 
@@ -124,13 +124,13 @@ class NcclGroup:
     """What the plugin asks of torch's group of NCCL's.
 
     Args:
+        refuses: why it can't be aborted; "": it can.
         device: which kernels of other groups hold up; None: none does.
     """
 
     def __init__(
-        self, name: str, aborted: list[str], error: str = "SUCCESS", refuses: bool = False,
-        device: Device | None = None,
-    ) -> None:  # fmt: skip
+        self, name: str, aborted: list[str], error: str = "SUCCESS", refuses: str = "", device: Device | None = None
+    ) -> None:
         self.group_name = name
         self._aborted, self._error, self._refuses, self._device = aborted, error, refuses, device
 
@@ -143,7 +143,7 @@ class NcclGroup:
 
     def abort(self) -> None:
         if self._refuses:
-            raise dist.DistBackendError("ProcessGroup abort timed out")
+            raise dist.DistBackendError(self._refuses)
         if self._device is not None:
             self._device.let_go(self.group_name)
         self._aborted.append(self.group_name)
@@ -177,10 +177,22 @@ def test_one_group_that_can_not_be_aborted_keeps_no_other(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     aborted: list[str] = []
-    register(monkeypatch, NcclGroup("c", aborted), NcclGroup("b", aborted, refuses=True), NcclGroup("a", aborted))
+    register(
+        monkeypatch, NcclGroup("c", aborted), NcclGroup("b", aborted, refuses="timed out"), NcclGroup("a", aborted)
+    )
     Communicators(dist.HashStore(), 3, lambda: True).connections.abort()
     assert sorted(aborted) == ["a", "c"]
     assert "worker 3 could not abort group b" in capsys.readouterr().err
+
+
+def test_a_device_that_has_faulted_when_its_groups_are_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As often as it is asked for: the device stays lost, and whoever aborts must die."""
+    fault = "NCCL error in: ...\nLast error:\nCuda failure 719 'unspecified launch failure'"
+    register(monkeypatch, NcclGroup("a", []), NcclGroup("b", [], refuses=fault))
+    communicators = Communicators(dist.HashStore(), 0, lambda: True)
+    for abort in (communicators.connections.abort, communicators.connections.abort_if_interrupted):
+        with pytest.raises(DeviceLost, match="the device faulted"):
+            abort()
 
 
 def test_no_abort_waits_for_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +212,7 @@ def test_a_device_that_does_not_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     register(monkeypatch, NcclGroup("a", [], device=device), NcclGroup("b", []))
     communicators = Communicators(dist.HashStore(), 0, lambda: True, abort_s=0.01)
     for abort in (communicators.connections.abort, communicators.connections.abort_if_interrupted):
-        with pytest.raises(DeviceStuck, match=r"NCCL groups a could not be aborted within 0.01 s"):
+        with pytest.raises(DeviceLost, match=r"NCCL groups a could not be aborted within 0.01 s"):
             abort()
         assert not communicators.connections._lock.locked()
     device.let_go("no group of ours")

@@ -13,7 +13,7 @@ from megatron_resihp.control.worker.errors import EpochBroken, JobEnded
 from megatron_resihp.executor.groups.errors import is_communicator_error
 from megatron_resihp.executor.groups.rendezvous import RendezvousBroken
 from megatron_resihp.executor.groups.waiting import WaitAbandoned
-from megatron_resihp.integration.loop import recovery
+from megatron_resihp.integration.loop import device_loss, recovery
 from megatron_resihp.integration.loop.notes import RecoveryNotes
 
 # As torch 2.15 raises them.
@@ -225,3 +225,25 @@ def test_too_little_memory_for_a_chosen_plan_that_others_have_given_up(monkeypat
     worker.runtime.control.heard.broken = lambda: True
     recovery.recover(worker.runtime, OUT_OF_MEMORY[0])
     assert not worker.blamed
+
+
+def test_a_fault_of_the_device_on_the_way_to_the_next_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work of the broken epoch may fail once the next one has begun, which isn't broken itself."""
+
+    class Died(BaseException):
+        pass
+
+    def die(reason: str) -> None:
+        raise Died(reason)
+
+    monkeypatch.setattr(device_loss, "die", die)
+    worker = runtime(broken=False)
+    worker.control.heard.await_broken = lambda timeout_s: False
+    fault = RuntimeError("CUDA error: an illegal memory access was encountered")
+    with pytest.raises(RuntimeError):
+        recovery.recover(worker, fault)
+    meet(monkeypatch, [fault])
+    with pytest.raises(Died):
+        recovery.recover(worker, EpochBroken("worker 3"))
+    with pytest.raises(Died):  # in the first step after it, which has not been taken yet
+        recovery.recover(worker, fault)
