@@ -289,6 +289,7 @@ def _adopt(runtime: Runtime, order: EpochPlan, trained: Trained, kept: Kept | No
     live, commit = runtime.held.live, order.commit
     assert commit is not None
     runtime.probes.abandon()
+    runtime.pads.begin_epoch()
     runtime.held.kept, runtime.held.succession = kept, None
     runtime.held.extra.adopt()
     host_memory_of(torch.device("cuda")).give_back()

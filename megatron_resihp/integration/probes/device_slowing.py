@@ -49,6 +49,11 @@ class DeviceSlowing:
     def speed(self) -> float:
         return self._speed()
 
+    def begin_epoch(self) -> None:
+        """Forget how long ops take: those of a broken epoch may have waited for a dead peer, and chunks change."""
+        self._usual.clear()
+        self._running.clear()
+
     def pad_op(self, kind: OpKind, chunk: int, tokens: float, squares: float, started: float, waited: float) -> float:
         """Let the op that has just been queued last longer, by what the last one of its kind took.
 
@@ -88,8 +93,9 @@ class DeviceSlowing:
         """Learn from ops that are over; they end in the order in which they were queued."""
         while self._running and self._running[0].spun.query():
             over = self._running.pop(0)
-            seconds = over.started.elapsed_time(over.worked) / 1e3
-            if seconds > 0:  # of an iteration that was given up, the first event may be another op's by now
+            # Where no op was slowed for a while, the first event may be a later op's by now.
+            seconds = over.started.elapsed_time(over.worked) / 1e3 if over.started.query() else 0.0
+            if seconds > 0:
                 self._usual[over.op] = seconds
             if over.cycles >= TELLING_CYCLES:
                 self._cycles_per_s = over.cycles / (over.worked.elapsed_time(over.spun) / 1e3)

@@ -19,6 +19,11 @@ class Pads:
         self.padding: Padding | None = None
         self.slowing: DeviceSlowing | None = None
 
+    def begin_epoch(self) -> None:
+        """Ops are no longer those that were padded until now."""
+        if self.slowing is not None:
+            self.slowing.begin_epoch()
+
     @property
     def pad_op(self) -> PadOp | None:
         """For an op that ends now."""
