@@ -47,13 +47,18 @@ class Waiter:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Time that this thread spends in this context counts for `longest_s`."""
+        """Time that this thread spends in this context counts for `longest_s`, in a wait around another one since the
+        last end of such: then something had come."""
         thread = threading.get_ident()
+        around = thread in self._waits
         self._waits[thread] = time.monotonic()
         try:
             yield
         finally:
-            self._waits.pop(thread, None)
+            if around:
+                self._waits[thread] = time.monotonic()
+            else:
+                del self._waits[thread]
 
     @property
     def left_behind(self) -> int:

@@ -28,24 +28,29 @@ def follow(runtime: Runtime) -> Any:
     Returns:
         What the last call returned; None if all others have made it already.
     """
-    number = len(runtime.calls.made) - 1
     try:
-        while True:
-            try:
-                return _make_calls(runtime, number)
-            except Exception as error:
-                recover(runtime, error)
-            # Save strategies remember groups of the old epoch.
-            runtime.calls.checkpointing_context.pop("save_strategy", None)
-            runtime.calls.checkpointing_context.pop("load_strategy", None)
-            number = runtime.calls.position
-            if number > 0 and runtime.view.works:
-                # train() leaves this timer running and the final save stops it; recovery has made new timers.
-                get_timers()("interval-time", log_level=0).start()
+        # A device may hold this thread up anywhere, in a copy of state too; what it waits for there may be lost.
+        with runtime.communicators.waiter.noted():
+            return _follow(runtime, len(runtime.calls.made) - 1)
     except JobEnded as end:
         if isinstance(end, CoordinatorLost):
             save_without_coordinator(runtime, str(end))
         _leave(runtime, end)
+
+
+def _follow(runtime: Runtime, number: int) -> Any:
+    while True:
+        try:
+            return _make_calls(runtime, number)
+        except Exception as error:
+            recover(runtime, error)
+        # Save strategies remember groups of the old epoch.
+        runtime.calls.checkpointing_context.pop("save_strategy", None)
+        runtime.calls.checkpointing_context.pop("load_strategy", None)
+        number = runtime.calls.position
+        if number > 0 and runtime.view.works:
+            # train() leaves this timer running and the final save stops it; recovery has made new timers.
+            get_timers()("interval-time", log_level=0).start()
 
 
 def _make_calls(runtime: Runtime, first: int) -> Any:

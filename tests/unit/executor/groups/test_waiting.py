@@ -79,3 +79,15 @@ def test_how_long_a_thread_has_been_waiting_is_known() -> None:
     gate.set()
     await_end([thread])
     assert waiter.longest_s(time.monotonic()) == 0
+
+
+def test_a_wait_around_others_begins_anew_with_the_end_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that has just got something has not been held up since the outer wait began."""
+    waiter, now = Waiter(lambda: False), [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with waiter.noted():
+        now[0] = 50.0
+        assert waiter.longest_s(50.0) == 50.0
+        waiter.aside(lambda: 3)
+        assert waiter.longest_s(60.0) == 10.0
+    assert waiter.longest_s(60.0) == 0
