@@ -90,6 +90,7 @@ def _grouped_attention(w: Widths) -> tuple[Part, ...]:
         # Query, gate, key and value, and the input of the output projection.
         token_bytes=(query + rows) * w.element_bytes,
         square_bytes=_score_bytes(w),
+        exchanged_bytes=key_value * w.element_bytes,
     )  # fmt: skip
     return (shared, Part("norms and bias", parameters=norms + (w.hidden if w.linear_bias else 0)))
 
@@ -108,6 +109,7 @@ def _latent_attention(w: Widths) -> tuple[Part, ...]:
         square_flops=w.heads * (width + w.v_width),
         token_bytes=w.heads * (2 * width + 2 * w.v_width) * w.element_bytes,
         square_bytes=_score_bytes(w),
+        exchanged_bytes=w.heads * (width + w.v_width) * w.element_bytes,
     )  # fmt: skip
     ranks = (w.q_rank + w.kv_rank) * 2 * w.element_bytes
     return (shared, Part("latents", parameters=down + norms, weight_flops=2 * down, token_bytes=ranks))
@@ -139,11 +141,12 @@ def _columns(w: Widths, name: str, ffn: int) -> Part:
 
 
 def moe(w: Widths) -> tuple[Part, ...]:
-    """Norm, router, routed experts and shared expert, with tokens evenly spread over the experts."""
+    """Norm, router, routed experts and shared expert. How evenly tokens are spread is no matter of the model."""
     one, k = _columns(w, "expert columns", w.expert_ffn), w.experts_per_token
     routed = Part(
         one.name, one.units, parameters=one.parameters * w.experts,
-        weight_flops=one.weight_flops * k, token_bytes=one.token_bytes * k, experts=True,
+        weight_flops=one.weight_flops * k, token_bytes=one.token_bytes * k, experts=w.experts,
+        exchanged_bytes=k * w.hidden_bytes,
     )  # fmt: skip
     # Tokens as dispatched and as returned, each to several experts; logits and probabilities.
     dispatched = 2 * k * w.hidden_bytes + 2 * w.experts * FLOAT32

@@ -4,12 +4,14 @@
 Imports `pipeline` and this package.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.pipeline.op import OpKind
+from megatron_resihp.plan.rules import Sharing
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,7 @@ class IterationBound:
     """Least seconds of any plan, without gradient reduction and optimizer.
 
     Attributes:
-        work: all FLOPs over the speeds of all workers.
+        work: all FLOPs over the speeds of all workers, beside what these must at least send each other.
         critical_path: of a micro-batch, with every layer on the fastest workers.
         fits: whether memory holds one copy of weights, gradients and optimizer at all.
     """
@@ -38,7 +40,9 @@ def iteration_bound(cost: JobCost, speed: Mapping[int, float]) -> IterationBound
     Work conservation: a worker in a group of degree k does at most p · rate(k) FLOP/s of the model, so all workers
     together take no less than the work over Σ p · max rate. Critical path: F and B of each layer run one after another.
     Each is no faster than on the k fastest workers at rate(k), for the best k that can share the layers. W is left out,
-    as it may run beside them.
+    as it may run beside them. Where replicas share sequences or experts, the bound is the least of all numbers of them
+    with which a replica's memory holds its state. They meet in every layer, so that all of them wait for the one with
+    the busiest experts, and all send each other what goes there, with as many of them on a node as it has workers.
 
     The bound is proven if no group is faster than the device's rates say: `cost.seconds(k)` of every layer is at least
     `cost.seconds(1)` · rate(1) / (k · rate(k)). That holds if nothing, or only `cost.alone`, was measured. Measured
@@ -49,7 +53,6 @@ def iteration_bound(cost: JobCost, speed: Mapping[int, float]) -> IterationBound
         cost: of the job on its devices.
         speed: p of every live worker, in (0, 1].
     """
-    alone = cost.seconds(1)
     fastest = list(accumulate(sorted(speed.values(), reverse=True)))
     rates = {
         degree: cost.device.rate(degree) / cost.device.rate(1) for degree in cost.degrees if degree <= len(fastest)
@@ -57,8 +60,35 @@ def iteration_bound(cost: JobCost, speed: Mapping[int, float]) -> IterationBound
     group = max((rates[degree] * fastest[degree - 1] for degree in rates), default=0.0)
     training = cost.training
     state = training.weight_bytes + training.gradient_bytes + training.optimizer_bytes
+    possible = [sharing for sharing in cost.sharings if _holds(cost, sharing, len(speed))]
+    works = [_work(cost.shared(*sharing), speed, rates) for sharing in possible] if rates else []
+    paths = [float(cost.shared(*sharing).seconds(1)[[OpKind.F, OpKind.B]].sum()) for sharing in possible]
     return IterationBound(
-        work=cost.micro_batches * float(alone.sum()) / (fastest[-1] * max(rates.values())) if rates else float("inf"),
-        critical_path=float(alone[[OpKind.F, OpKind.B]].sum()) / group if rates else float("inf"),
+        work=min(works, default=float("inf")),
+        critical_path=min(paths) / group if works else float("inf"),
         fits=cost.model.parameters * state <= cost.device.memory * len(speed),
     )
+
+
+def _work(cost: JobCost, speed: Mapping[int, float], rates: Mapping[int, float]) -> float:
+    """Least seconds if all workers are busy all the time under a job's sharing."""
+    training = cost.training
+    sharers = max(training.context_parallel, training.expert_parallel)
+    sent = min(degree * float(cost.exchange(degree, min(sharers, cost.workers_per_node)).sum()) for degree in rates)
+    computed = float(cost.seconds(1).sum()) / max(rates.values())
+    done_per_s = sum(count / (computed / p + sent) for p, count in Counter(speed.values()).items())
+    return cost.micro_batches * training.context_parallel / done_per_s
+
+
+def _holds(cost: JobCost, sharing: Sharing, workers: int) -> bool:
+    """Whether the memory of a replica's workers holds its state; others have shares of a distributed optimizer."""
+    if cost.replica_workers is None:
+        return True
+    training, held = cost.training, 0.0
+    copies = max(workers // cost.replica_workers, 1)
+    for part in (part for layer in cost.model.layers for part in layer.parts):
+        share = sharing.experts if part.experts else 1
+        owners = copies / share if training.distributed_optimizer else 1
+        each = training.weight_bytes + training.gradient_bytes + training.optimizer_bytes / max(owners, 1)
+        held += 0 if part.copy else part.parameters / share * each
+    return held <= cost.device.memory * cost.replica_workers

@@ -32,6 +32,7 @@ class Device:
         memory: bytes that training may use.
         host: bytes of host memory that a worker's state may take while it changes to another plan.
         latency, bandwidth: of a transfer between stages, in seconds and bytes/s.
+        node_bandwidth: bytes/s of a worker to others of its node.
     """
 
     flops: float
@@ -41,6 +42,7 @@ class Device:
     host: int = 0
     latency: float = 0.0
     bandwidth: float = float("inf")
+    node_bandwidth: float = float("inf")
 
     def rate(self, degree: int) -> float:
         """FLOP/s of a healthy member of a tensor-parallel group."""
@@ -52,7 +54,8 @@ class Device:
 def layer_work(model: Model, training: Training, degree: int, tp_rank: int = 0) -> Array:
     """FLOPs of a tensor-parallel member in each layer: [3 (F, B, W), layers, 2 (per token, per token² of a document)].
 
-    Recomputation counts as B. Word lookups are assumed to cost nothing. TP rank 0 has the largest share.
+    Recomputation counts as B. Word lookups are assumed to cost nothing. TP rank 0 has the largest share. Of replicas
+    that share sequences each has an equal part; of those that share experts, the one with the busiest experts counts.
 
     Raises:
         ShardError: this many members cannot share a layer.
@@ -67,6 +70,7 @@ def _work_of(layer: Layer, training: Training, degree: int, tp_rank: int) -> Arr
         # Members that all hold a part share its tokens if the sequence is cut.
         alike = not part.units and training.sequence_parallel
         share = 1 / degree if alike else float(part.share(degree, tp_rank))
+        share *= (training.busiest_share if part.experts else 1.0) / training.context_parallel
         forward = np.array([part.weight_flops + part.token_flops, part.square_flops])
         work[F] += share * forward
         work[B] += share * np.array([part.weight_flops + 2 * part.token_flops, 2 * part.square_flops])

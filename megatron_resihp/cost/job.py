@@ -5,7 +5,7 @@ Imports numpy, `pipeline` and this package.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Final
 
@@ -13,11 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_resihp.cost.device import Device, layer_work
+from megatron_resihp.cost.exchange import exchange_seconds
 from megatron_resihp.cost.layers import Model
 from megatron_resihp.cost.memory import LayerBytes, layer_bytes
 from megatron_resihp.cost.parts import ShardError
 from megatron_resihp.cost.training import Training
 from megatron_resihp.pipeline.op import OpKind
+from megatron_resihp.plan.rules import Sharing
 
 Array = NDArray[np.float64]
 
@@ -44,6 +46,8 @@ class JobCost:
         unlike_bandwidth: bytes/s at most between stages of unlike degree, whose plans Megatron's own groups can't run.
         beside: bytes that must stay free beside a plan's state on each device while nothing runs: those of the old
             state, which stays until the plan is in force.
+        sharings: how many replicas may share each sequence and each layer's experts, the job's own numbers first.
+        replica_workers: of each replica, in jobs whose replicas share; None: of any number.
     """
 
     model: Model
@@ -58,10 +62,31 @@ class JobCost:
     until_next_event_s: float = float("inf")
     unlike_bandwidth: float = float("inf")
     beside: int = 0
+    sharings: tuple[Sharing, ...] = (Sharing(),)
+    replica_workers: int | None = None
 
     @property
     def layers(self) -> int:
         return len(self.model.layers)
+
+    @property
+    def shares(self) -> bool:
+        """Whether replicas may share sequences or experts; then all have the job's own layers and sizes."""
+        return self.sharings != (Sharing(),)
+
+    def shared(self, context: int, experts: int) -> "JobCost":
+        """The costs where so many replicas share each sequence and each layer's experts."""
+        return self._shared(context, experts)
+
+    def exchange(self, degree: int, near: int) -> Array:
+        """Seconds of F, B and W of each layer in which members of replicas that share wait for each other's tokens, or
+        keys and values, [3, layers]; read-only.
+
+        Args:
+            degree: tensor-parallel.
+            near: how many of them the one with the fewest has on its node, itself included.
+        """
+        return self._exchange(degree, near)
 
     def seconds(self, degree: int) -> Array:
         """Seconds of F, B and W of each layer on the healthy member with the largest share, [3, layers]; read-only.
@@ -105,7 +130,7 @@ class JobCost:
     def transfer(self, sender_degree: int, receiver_degree: int) -> float:
         """Seconds of a stage's result over a healthy link, in as many pieces as the larger group has members."""
         pieces = max(sender_degree, receiver_degree)
-        size = self.model.hidden_bytes * self.training.tokens / pieces
+        size = self.model.hidden_bytes * self.training.tokens / self.training.context_parallel / pieces
         most = self.device.bandwidth if sender_degree == receiver_degree else self.unlike_bandwidth
         return self.device.latency + size / min(self.device.bandwidth, most)
 
@@ -128,6 +153,27 @@ class JobCost:
     @cached_property
     def _bytes(self) -> Callable[[int, int], LayerBytes]:
         return cache(lambda degree, copies: layer_bytes(self.model, self.training, degree, copies))
+
+    @cached_property
+    def _shared(self) -> Callable[[int, int], "JobCost"]:
+        return cache(self._shared_apart)
+
+    def _shared_apart(self, context: int, experts: int) -> "JobCost":
+        if (context, experts) == (self.training.context_parallel, self.training.expert_parallel):
+            return self
+        training = replace(self.training, context_parallel=context, expert_parallel=experts)
+        other = replace(self, training=training, alone=None, measured={})
+
+        def scaled(seconds: Array, degree: int) -> Array:
+            work, own = other._work(degree), self._work(degree)
+            return seconds * np.divide(work, own, out=np.ones_like(work), where=own > 0)
+
+        alone = None if self.alone is None else scaled(self.alone, 1)
+        return replace(other, alone=alone, measured={k: scaled(each, k) for k, each in self.measured.items()})
+
+    @cached_property
+    def _exchange(self) -> Callable[[int, int], Array]:
+        return cache(lambda degree, near: exchange_seconds(self.model, self.training, self.device, degree, near))
 
     @cached_property
     def _per_square(self) -> Callable[[int], Array]:

@@ -111,6 +111,11 @@ class Model:
     def parameters(self) -> int:
         return sum(layer.parameters for layer in self.layers)
 
+    @cached_property
+    def experts(self) -> int:
+        """Routed experts of a layer; 0: there are none."""
+        return max(part.experts for layer in self.distinct[0] for part in layer.parts)
+
     @property
     def letters(self) -> tuple[str, ...]:
         """Each layer in the letters of Megatron's pipeline layout.

@@ -95,9 +95,10 @@ def memory_of(plan: ParallelPlan, model: Model, training: Training, kept_until_w
         PlanError: the plan's layers differ from the model's, or members of a stage cannot share a layer.
     """
     replicas = [with_layers(replica, model) for replica in plan.replicas]
+    training = replace(training, context_parallel=plan.context_parallel)
     if plan.expert_parallel > 1:
         training = replace(training, expert_parallel=plan.expert_parallel)
-    accountant = _Accountant(model, training, replicas, kept_until_w, context=plan.context_parallel)
+    accountant = _Accountant(model, training, replicas, kept_until_w)
     used: dict[int, MemoryUse] = {}
     alike: dict[tuple[object, ...], dict[Coordinate, MemoryUse]] = {}
     try:
@@ -179,17 +180,14 @@ class _Accountant:
     """Bytes of shards and chunks of one job."""
 
     def __init__(
-        self, model: Model, training: Training, replicas: Sequence[Replica], kept_until_w: float, copies: int = 1,
-        context: int = 1,
-    ) -> None:  # fmt: skip
+        self, model: Model, training: Training, replicas: Sequence[Replica], kept_until_w: float, copies: int = 1
+    ) -> None:
         self._model = model
         self._distinct, self._index = model.distinct
         self._kept_by: dict[tuple[int, int, int], tuple[float, float]] = {}
         self._state_by: dict[tuple[int, int, int, int, bool], tuple[Fraction, Fraction]] = {}
         self._training = training
         self._kept_until_w = kept_until_w
-        self._context = context
-        """How many replicas share each sequence, and so its activations."""
         self._copies = [0] * len(model.layers)
         """For each layer: the number of replicas that hold it, at least `copies`."""
         for replica in replicas:
@@ -297,7 +295,8 @@ class _Accountant:
         if key not in self._kept_by:
             layer = self._distinct[distinct]
             whole = self._kept(layer, degree, rank), self._of_all(layer, degree, rank)
-            self._kept_by[key] = whole[0] / self._context, whole[1] / self._context
+            shared = self._training.context_parallel
+            self._kept_by[key] = whole[0] / shared, whole[1] / shared
         return self._kept_by[key]
 
     def _kept(self, layer: Layer, degree: int, rank: int) -> float:
@@ -313,6 +312,7 @@ class _Accountant:
         total = 0.0
         for part in layer.parts:
             size = part.token_bytes * training.tokens + with_scores * part.square_bytes * training.squares
+            size *= training.busiest_share if part.experts else 1.0
             alike = not part.units and training.sequence_parallel
             total += size * float(Fraction(1, degree) if alike else part.share(degree, rank))
         return total

@@ -32,7 +32,9 @@ class Part:
         square_flops: per token² of a document (Σ l²), without weights.
         token_bytes: activations that are kept from F to B, per token.
         square_bytes: the same per token² of a document; selective recomputation does not keep them.
-        experts: whether the part is routed experts, which expert-parallel workers also share.
+        experts: number of routed experts, which expert-parallel workers also share; 0: the part is none.
+        exchanged_bytes: per token. Of experts, the copies of it that go to them, and as much comes back. Of attention,
+            its key and value, which workers that share a sequence pass on.
         copy: whether the parameters are those of another layer (tied embeddings); a stage that holds that layer too
             needs no copy.
     """
@@ -46,7 +48,8 @@ class Part:
     square_flops: float = 0.0
     token_bytes: float = 0.0
     square_bytes: float = 0.0
-    experts: bool = False
+    experts: int = 0
+    exchanged_bytes: float = 0.0
     copy: bool = False
 
     def share(self, degree: int, rank: int) -> Fraction:

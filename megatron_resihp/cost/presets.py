@@ -49,6 +49,12 @@ def _deepseek(dense: int, moe: int, hidden: int, ffn: int, heads: int, vocabular
     )  # fmt: skip
 
 
+def _experts(
+    layers: int, hidden: int, ffn: int, heads: int, groups: int, vocabulary: int, **more: Any
+) -> dict[str, Any]:
+    return _dense(layers, hidden, ffn, heads, groups, vocabulary, moe_layer_freq=1, kv_channels=128, **more)
+
+
 def _nemotron(pattern: str, hidden: int, ffn: int, heads: int, mamba_head_dim: int) -> dict[str, Any]:
     return {
         **_dense(len(pattern), hidden, ffn, heads, 8, 131072), "swiglu": False, "squared_relu": True,
@@ -62,6 +68,14 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
     "llama2-13b": _dense(40, 5120, 13824, 40, 40, 32000),
     "llama2-30b": _dense(60, 6656, 17920, 52, 52, 32000),
     "llama2-70b": _dense(80, 8192, 28672, 64, 8, 32000),
+    "llama3-405b": _dense(126, 16384, 53248, 128, 8, 128256),
+    "mixtral-8x7b": _experts(
+        32, 4096, 14336, 32, 8, 32000, num_experts=8, moe_ffn_hidden_size=14336, moe_router_topk=2
+    ),
+    "qwen3-235b-a22b": _experts(
+        94, 4096, 12288, 64, 4, 151936,
+        qk_layernorm=True, num_experts=128, moe_ffn_hidden_size=1536, moe_router_topk=8,
+    ),
     "qwen2.5-7b": _qwen(28, 3584, 18944, 28, 4),
     "qwen2.5-14b": _qwen(48, 5120, 13824, 40, 8),
     "qwen2.5-32b": _qwen(64, 5120, 27648, 40, 8),

@@ -36,7 +36,11 @@ class Training:
         distributed_optimizer: whether the holders of a shard share its optimizer state.
         optimizer_instances: how many groups of holders have all of it, where that leaves equal groups of two or more.
         weight_bytes, gradient_bytes, optimizer_bytes: per parameter.
+        context_parallel: number of replicas that share each sequence.
+        gathers_context: whether these gather all keys and values before they attend, instead of passing parts around a
+            ring while they attend to others.
         expert_parallel: number of workers that share routed experts.
+        expert_loads: how many tokens each expert of a layer gets, in any unit; empty: all as many.
         expert_tensor_parallel: number of workers that share each expert; None means as many as share the other layers.
         splits_backward: whether weight gradients can be delayed. Only Megatron's own ("local") linear layers can. In
             other layers, B does the whole backward and W does nothing.
@@ -54,7 +58,10 @@ class Training:
     weight_bytes: int = 2
     gradient_bytes: int = 4
     optimizer_bytes: int = MASTER_AND_MOMENTS
+    context_parallel: int = 1
+    gathers_context: bool = False
     expert_parallel: int = 1
+    expert_loads: tuple[float, ...] = ()
     expert_tensor_parallel: int | None = None
     splits_backward: bool = True
     deferred: int | None = 0
@@ -71,7 +78,16 @@ class Training:
 
     def can_share(self, degree: int) -> bool:
         """Whether tensor-parallel members get equal parts of a shared sequence, as Megatron requires."""
-        return not self.sequence_parallel or self.sequence_length % degree == 0
+        return not self.sequence_parallel or self.sequence_length // self.context_parallel % degree == 0
+
+    @property
+    def busiest_share(self) -> float:
+        """Tokens of the worker whose experts get most of them, over the mean; each has as many experts in a row."""
+        loads, degree = self.expert_loads, self.expert_parallel
+        each = len(loads) // degree
+        if not each:
+            return 1.0
+        return max(sum(loads[first : first + each]) for first in range(0, len(loads), each)) * degree / sum(loads)
 
     @property
     def squares(self) -> int:

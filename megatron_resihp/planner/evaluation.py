@@ -4,9 +4,10 @@
 Imports numpy, `plan`, `pipeline`, `cost` and this package.
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,7 @@ from megatron_resihp.pipeline.op import OpKind
 from megatron_resihp.pipeline.planned import joint_program_of, program_of
 from megatron_resihp.pipeline.simulate import Timeline, makespans, simulate
 from megatron_resihp.plan import ParallelPlan, Replica
+from megatron_resihp.plan.parallel_plan import sharing_of
 from megatron_resihp.planner.health import Health
 
 F, B, W = OpKind
@@ -30,7 +32,7 @@ class Evaluation:
     """Simulated times of a plan.
 
     Attributes:
-        replica_s: makespan of each replica's micro-batches, in seconds.
+        replica_s: makespan of each replica's micro-batches, or of each group's, in seconds.
         bound: least time that any plan needs with this health.
         samples: number of samples in a global batch.
     """
@@ -55,17 +57,14 @@ class Evaluation:
 
 
 def evaluate(plan: ParallelPlan, health: Health, cost: JobCost) -> Evaluation:
-    """Simulate every replica of a plan.
+    """Simulate every replica of a plan, or every group of those that share sequences or experts.
 
     Raises:
         PlanError: the plan has other layers than the model.
         KeyError: a working worker is dead.
     """
     together = migrating(plan)
-    replica_s = [
-        0.0 if number in together else timeline_of(replica, health, cost).makespan
-        for number, replica in enumerate(plan.replicas)
-    ]
+    replica_s = [0.0 if number in together else run.timeline().makespan for number, run in _runs(plan, health, cost)]
     if together:
         finish = iter(joint_timeline(plan, health, cost).finish.tolist())
         for number in together:
@@ -89,24 +88,93 @@ def iteration_times(plan: ParallelPlan, health: Health, cost: JobCost, squares: 
     """
     more = squares - cost.typical_squares
     together = migrating(plan)
-    seconds = [
-        _makespans(replica, health, cost, more[:, list(replica.micro_batches)])
-        for number, replica in enumerate(plan.replicas)
-        if number not in together
-    ]
+    seconds = [run.makespans(more) for number, run in _runs(plan, health, cost) if number not in together]
     if together:
         seconds.append(_joint_makespans(plan, health, cost, more))
     slowest: Array = np.max(seconds, axis=0)
     return slowest
 
 
-def _makespans(replica: Replica, health: Health, cost: JobCost, more: Array) -> Array:
-    """Seconds of one replica, [iterations]; `more`: tokens² above the typical, [iterations, own micro-batches]."""
-    replica = with_layers(replica, cost.model)
-    typical = stage_seconds(replica, health, cost)[..., np.newaxis]
-    per_square = _chunk_seconds(replica, health, cost.seconds_per_square)[..., np.newaxis]
-    durations = typical + per_square * more[:, np.newaxis, np.newaxis]
-    return makespans(program_of(replica), durations, transfer_seconds(replica, health, cost))
+@dataclass(frozen=True)
+class GroupRun:
+    """Replicas that share sequences or experts, or one that shares nothing: all run the same ops at the same time.
+
+    They meet in every layer, so that an op takes what the slowest of those that run it together takes, and the time in
+    which they send each other tokens, or keys and values.
+
+    Attributes:
+        replicas: of the group, with layers.
+        slowest: of each worker of the first replica, the speed of the slowest one in its place.
+        health, cost: of the workers and of the job under this sharing.
+    """
+
+    replicas: tuple[Replica, ...]
+    slowest: Health
+    health: Health
+    cost: JobCost
+
+    def seconds(self) -> Array:
+        """Of each op, as `stage_seconds`."""
+        first, cost = self.replicas[0], self.cost
+        seconds = stage_seconds(first, self.slowest, cost)
+        if len(self.replicas) > 1:
+            for number, chunk in enumerate(first.chunks):
+                members = [replica.stages[chunk.stage] for replica in self.replicas]
+                between = cost.exchange(len(members[0]), nearest(members, cost.workers_per_node))
+                exchanged = between[:, chunk.first : chunk.end].sum(axis=1) / _slowest_link(members, self.health)
+                seconds[F, number] += exchanged[F]
+                seconds[B, number] += exchanged[B]
+        return seconds
+
+    def transfers(self) -> Array:
+        """Of each pair of chunks, as `transfer_seconds`."""
+        return np.maximum.reduce([transfer_seconds(each, self.health, self.cost) for each in self.replicas])
+
+    def timeline(self) -> Timeline:
+        """When each op runs."""
+        return simulate(program_of(self.replicas[0]), self.seconds()[..., np.newaxis], self.transfers())
+
+    def makespans(self, more: Array) -> Array:
+        """Seconds, [iterations]; `more`: tokens² of micro-batches above the typical, [iterations, micro-batches]."""
+        per_square = _chunk_seconds(self.replicas[0], self.slowest, self.cost.seconds_per_square)[..., np.newaxis]
+        own = np.max([more[:, list(replica.micro_batches)] for replica in self.replicas], axis=0)
+        durations = self.seconds()[..., np.newaxis] + per_square * own[:, np.newaxis, np.newaxis]
+        return makespans(program_of(self.replicas[0]), durations, self.transfers())
+
+
+def run_of(plan: ParallelPlan, number: int, health: Health, cost: JobCost) -> GroupRun:
+    """The run of a replica with all that it shares sequences or experts with."""
+    sharing = sharing_of(plan)
+    first = number - number % sharing
+    group = tuple(with_layers(each, cost.model) for each in plan.replicas[first : first + sharing])
+    cost = cost.shared(plan.context_parallel, plan.expert_parallel)
+    if sharing == 1:
+        return GroupRun(group, health, health, cost)
+    rows = zip(*([worker for worker, _ in replica.workers()] for replica in group), strict=True)
+    slowest = {row[0]: min(health.speed[worker] for worker in row) for row in rows}
+    return GroupRun(group, Health(slowest), health, cost)
+
+
+def _runs(plan: ParallelPlan, health: Health, cost: JobCost) -> Iterator[tuple[int, GroupRun]]:
+    """Each group of replicas, by the number of its first one."""
+    for number in range(0, len(plan.replicas), sharing_of(plan)):
+        yield number, run_of(plan, number, health, cost)
+
+
+def nearest(members: Sequence[tuple[int, ...]], workers_per_node: int) -> int:
+    """How many workers of a node share with each other at least: the one with the fewest sends most to other nodes.
+
+    Args:
+        members: of a stage in each of the replicas.
+        workers_per_node: worker w lives on node w // workers_per_node.
+    """
+    nodes = Counter(group[0] // workers_per_node for group in members)
+    return min(nodes.values())
+
+
+def _slowest_link(members: Sequence[tuple[int, ...]], health: Health) -> float:
+    pairs = combinations(members, 2) if health.link else ()
+    return min((health.between(*pair) for pair in pairs), default=1.0)
 
 
 def _joint_makespans(plan: ParallelPlan, health: Health, cost: JobCost, more: Array) -> Array:
@@ -120,10 +188,8 @@ def _joint_makespans(plan: ParallelPlan, health: Health, cost: JobCost, more: Ar
 
 
 def timeline_of(replica: Replica, health: Health, cost: JobCost) -> Timeline:
-    """When each op of a replica runs."""
-    replica = with_layers(replica, cost.model)
-    seconds = stage_seconds(replica, health, cost)[..., np.newaxis]
-    return simulate(program_of(replica), seconds, transfer_seconds(replica, health, cost))
+    """When each op of a replica that shares nothing runs."""
+    return GroupRun((with_layers(replica, cost.model),), health, health, cost).timeline()
 
 
 def migrating(plan: ParallelPlan) -> tuple[int, ...]:

@@ -27,8 +27,8 @@ def bytes_to_move(before: ParallelPlan, after: ParallelPlan, cost: JobCost) -> d
     out.
 
     A worker lacks what its new shards hold and its old shards do not. A shard is a rectangle: layers × share of a
-    layer, from rank / degree to (rank + 1) / degree (uneven shards are treated as even). If the optimizer is
-    distributed over copies, a worker receives its share of it.
+    layer, from rank / degree to (rank + 1) / degree (uneven shards are treated as even), and of its experts likewise.
+    If the optimizer is distributed over copies, a worker receives its share of it.
 
     Args:
         before: the plan whose workers hold the state; workers that are dead by now are ignored.
@@ -38,7 +38,7 @@ def bytes_to_move(before: ParallelPlan, after: ParallelPlan, cost: JobCost) -> d
     Raises:
         PlanError: the layers of a plan differ from the model's.
     """
-    size = prefix_bytes(cost, len(after.replicas))
+    size = prefix_bytes(cost, len(after.replicas), after.expert_parallel)
     held, wanted = shards_held(before, cost), shards_held(after, cost)
     have = {shards: number for number, shards in enumerate({held.get(worker, ()): None for worker in wanted})}
     need = {shards: number for number, shards in enumerate(dict.fromkeys(wanted.values()))}
@@ -69,13 +69,14 @@ def lacking_bytes(held: Sequence[Shards], wanted: Sequence[Shards], size: Array)
     Args:
         held: the shards of each holder, without overlap.
         wanted: the shards that each place needs.
-        size: bytes of the layers before each layer, and of all layers; see `prefix_bytes`.
+        size: see `prefix_bytes`.
     """
     have, need = _Rectangles.of(held), _Rectangles.of(wanted)
     found = np.zeros((len(held), len(wanted)))
     _add_common(found, have, need, size)
     whole = np.zeros(len(wanted))
-    np.add.at(whole, need.owner, (need.stop - need.start) * (size[need.end] - size[need.first]))
+    rest, experts = size[:, need.end] - size[:, need.first]
+    np.add.at(whole, need.owner, (need.stop - need.start) * (rest + (need.expert_stop - need.expert_start) * experts))
     return np.where(found >= whole * (1 - _ROUNDING), 0.0, whole - found)
 
 
@@ -87,12 +88,16 @@ def _add_common(found: Array, have: "_Rectangles", need: "_Rectangles", size: Ar
             first, end = max(have.first[i], need.first[j]), min(have.end[i], need.end[j])
             share = min(have.stop[i], need.stop[j]) - max(have.start[i], need.start[j])
             if first < end and share > 0:
-                found[have.owner[i], need.owner[j]] += share * (size[end] - size[first])
+                experts = min(have.expert_stop[i], need.expert_stop[j]) - max(
+                    have.expert_start[i], need.expert_start[j]
+                )
+                common = size[0, end] - size[0, first] + max(experts, 0.0) * (size[1, end] - size[1, first])
+                found[have.owner[i], need.owner[j]] += share * common
 
 
 class _Rectangles(NamedTuple):
-    """Shards of several owners: layers first, …, end − 1, and of each layer the share start to stop; each [shards].
-    Planners make no plans whose replicas share experts, so each shard has all of its layers' experts.
+    """Shards of several owners: layers first, …, end − 1, of each layer the share start to stop, and of its experts
+    likewise; each [shards].
     """
 
     owner: Index
@@ -100,31 +105,42 @@ class _Rectangles(NamedTuple):
     end: Index
     start: Array
     stop: Array
+    expert_start: Array
+    expert_stop: Array
 
     @classmethod
     def of(cls, shards_of: Sequence[Shards]) -> "_Rectangles":
         rows = np.array(
-            [(owner, *shard[:4]) for owner, shards in enumerate(shards_of) for shard in shards], np.int64
-        ).reshape(-1, 5)
-        owner, first, end, rank, degree = rows.T.copy()  # contiguous, or Numba compiles each function once more
-        return cls(owner, first, end, rank / degree, (rank + 1) / degree)
+            [(owner, *shard) for owner, shards in enumerate(shards_of) for shard in shards], np.int64
+        ).reshape(-1, 7)
+        # Contiguous, or Numba compiles each function once more.
+        owner, first, end, rank, degree, expert, experts = rows.T.copy()
+        return cls(
+            owner, first, end, rank / degree, (rank + 1) / degree, expert / experts, (expert + 1) / experts
+        )  # fmt: skip
 
 
 @lru_cache(maxsize=64)
-def prefix_bytes(cost: JobCost, copies: int) -> Array:
-    """Bytes of the layers before each layer, and of all, [layers + 1]: weights and a copy's optimizer share."""
-    training = cost.training
-    sharers = copies if training.distributed_optimizer else 1
-    each = training.weight_bytes + training.optimizer_bytes / sharers
-    return np.cumsum([0.0, *(layer.parameters * each for layer in cost.model.layers)])
+def prefix_bytes(cost: JobCost, copies: int, expert_parallel: int = 1) -> Array:
+    """Bytes of the layers before each layer, and of all: weights and a copy's optimizer share, without routed experts
+    and of these alone, [2, layers + 1].
+    """
+    training, found = cost.training, []
+    for experts, holders in ((False, copies), (True, copies / expert_parallel)):
+        each = training.weight_bytes + training.optimizer_bytes / (holders if training.distributed_optimizer else 1)
+        counts = (sum(part.parameters for part in layer.parts if not part.copy and bool(part.experts) == experts)
+                  for layer in cost.model.layers)  # fmt: skip
+        found.append(np.cumsum([0.0, *(count * each for count in counts)]))
+    return np.array(found)
 
 
 def shards_held(plan: ParallelPlan, cost: JobCost) -> dict[int, tuple[Shard, ...]]:
     """The shards that each worker of a plan holds, standbys included."""
     held: dict[int, tuple[Shard, ...]] = {}
     first = with_layers(plan.replicas[0], cost.model)
-    for replica in plan.replicas:
-        shards = _shards_of(with_layers(replica, cost.model).chunks, replica.shape)
+    for number, replica in enumerate(plan.replicas):
+        experts = number % plan.expert_parallel, plan.expert_parallel
+        shards = _shards_of(with_layers(replica, cost.model).chunks, replica.shape, experts)
         for members, of_stage in zip(replica.stages, shards, strict=True):
             held.update(zip(members, of_stage, strict=True))
     for worker, kept in plan.standbys.items():
@@ -138,10 +154,10 @@ def shards_held(plan: ParallelPlan, cost: JobCost) -> dict[int, tuple[Shard, ...
 
 
 @lru_cache(maxsize=1024)
-def _shards_of(chunks: Sequence[Chunk], degrees: Sequence[int]) -> list[list[Shards]]:
-    """The shards that each member of each stage holds."""
+def _shards_of(chunks: Sequence[Chunk], degrees: Sequence[int], experts: tuple[int, int]) -> list[list[Shards]]:
+    """The shards that each member of each stage holds; `experts`: which share of them, and of how many."""
     return [
-        [tuple(Shard(chunk.first, chunk.end, rank, degree) for chunk in of_stage) for rank in range(degree)]
+        [tuple(Shard(chunk.first, chunk.end, rank, degree, *experts) for chunk in of_stage) for rank in range(degree)]
         for of_stage, degree in zip(_by_stage(chunks, len(degrees)), degrees, strict=True)
     ]
 

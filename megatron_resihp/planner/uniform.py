@@ -35,9 +35,13 @@ def context_degrees(own: int, tokens: int, members: int) -> tuple[int, ...]:
         tokens: of a sequence.
         members: of a stage among which the tokens between layers are shared out, too; 1: they aren't.
     """
-    smaller = (degree for degree in range(own - 1, 1, -1) if tokens % (2 * degree) == 0)
-    fitting = (degree for degree in smaller if tokens // degree % members == 0)
+    fitting = (degree for degree in range(own - 1, 1, -1) if can_share_sequence(degree, tokens, members))
     return tuple(dict.fromkeys((own, *fitting, 1)))
+
+
+def can_share_sequence(degree: int, tokens: int, members: int) -> bool:
+    """Whether so many replicas may share a sequence; `tokens`, `members`: as of `context_degrees`."""
+    return degree == 1 or (tokens % (2 * degree) == 0 and tokens // degree % members == 0)
 
 
 def expert_degrees(own: int, experts: int) -> tuple[int, ...]:

@@ -17,6 +17,8 @@ from megatron_resihp.cost.room import usable
 from megatron_resihp.cost.training import Training
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, Replica, deal, even_counts
 from megatron_resihp.plan.layers import chunks_from
+from megatron_resihp.plan.rules import Sharing
+from megatron_resihp.planner.uniform import can_share_sequence, context_degrees, expert_degrees
 
 A100_FLOPS: Final = 312e12
 EFFICIENCY: Final = 0.45
@@ -27,6 +29,9 @@ LATENCY_S: Final = 20e-6
 GBPS: Final = 25.0
 """Gb/s from node to node for each of 8 GPUs that share a link of 200 Gb/s (ResiHP's testbed, arXiv 2605.06374)."""
 
+NODE_GBPS: Final = 2400.0
+"""Gb/s of an A100 to the others of its node (NVLink 3, in one direction)."""
+
 
 class SizesError(ValueError):
     """Sizes that no job can have; the message is one line for the user."""
@@ -34,7 +39,7 @@ class SizesError(ValueError):
 
 def a100(
     flops: float = A100_FLOPS, efficiency: float = EFFICIENCY, memory_gib: float = 80.0, gbps: float = GBPS,
-    reserve: float = MEMORY_RESERVE,
+    reserve: float = MEMORY_RESERVE, node_gbps: float = NODE_GBPS,
 ) -> Device:  # fmt: skip
     """A GPU described by its data sheet; the defaults are an A100's. `reserve`: percent of the memory."""
     return Device(
@@ -44,6 +49,7 @@ def a100(
         memory=usable(int(memory_gib * 2**30), reserve),
         latency=LATENCY_S,
         bandwidth=gbps * 1e9 / 8,
+        node_bandwidth=node_gbps * 1e9 / 8,
     )
 
 
@@ -56,6 +62,7 @@ class Sizes:
         tensor, pipeline, data: degrees of parallelism at the start.
         micro_batches: per global batch, over all replicas.
         workers_per_node: worker w lives on node w // workers_per_node.
+        context, experts: how many replicas share each sequence, and each layer's experts.
     """
 
     model: Model
@@ -66,6 +73,8 @@ class Sizes:
     data: int
     micro_batches: int
     workers_per_node: int = 8
+    context: int = 1
+    experts: int = 1
 
     @property
     def workers(self) -> int:
@@ -78,7 +87,16 @@ class Sizes:
             device=self.device,
             micro_batches=self.micro_batches,
             workers_per_node=self.workers_per_node,
+            sharings=self._sharings(),
+            replica_workers=self.tensor * self.pipeline if self.context * self.experts > 1 else None,
         )
+
+    def _sharings(self) -> tuple[Sharing, ...]:
+        """As jobs take them: smaller numbers that divide experts or sequence, too, for when fewer replicas are left."""
+        members = self.tensor if self.training.sequence_parallel else 1
+        contexts = context_degrees(self.context, self.training.sequence_length, members)
+        experts = expert_degrees(self.experts, self.model.experts)
+        return tuple(Sharing(context, each) for context in contexts for each in experts)
 
     def plan(self) -> ParallelPlan:
         """Megatron's layout of ranks 0, 1, …: TP peers next to each other, then replicas, then stages.
@@ -88,9 +106,10 @@ class Sizes:
         """
         self._check()
         chunks = start_chunks(self.model, self.pipeline)
-        shares = deal(even_counts(self.micro_batches, self.data))
-        plan = ParallelPlan(tuple(Replica(self._stages(r), shares[r], chunks) for r in range(self.data)))
+        shares = deal(even_counts(self.micro_batches, self.data // self.context))
+        rows = (Replica(self._stages(r), shares[r // self.context], chunks) for r in range(self.data))
         try:
+            plan = ParallelPlan(tuple(rows), context_parallel=self.context, expert_parallel=self.experts)
             check_plan(plan, self.model, self.training, self.device.memory)
         except PlanError as error:
             raise SizesError(f"the layout at the start can't be run: {error}") from None
@@ -101,12 +120,13 @@ class Sizes:
         return tuple(tuple(range(first, first + self.tensor)) for first in firsts)
 
     def _check(self) -> None:
-        for name in ("tensor", "pipeline", "data", "micro_batches", "workers_per_node"):
+        for name in ("tensor", "pipeline", "data", "micro_batches", "workers_per_node", "context", "experts"):
             if getattr(self, name) < 1:
                 raise SizesError(f"{name.replace('_', ' ')} must be at least 1, got {getattr(self, name)}")
         if self.workers_per_node % self.tensor:
             raise SizesError(f"TP groups of {self.tensor} don't fit into nodes of {self.workers_per_node}")
-        if self.micro_batches < self.data:
+        self._check_sharing()
+        if self.micro_batches * self.context < self.data:
             raise SizesError(f"{self.micro_batches} micro-batches are fewer than {self.data} replicas")
         if self.pipeline > len(self.model.layers) - 2:
             raise SizesError(f"{self.pipeline} stages are more than the model's {len(self.model.layers) - 2} layers")
@@ -114,6 +134,17 @@ class Sizes:
             self.cost().seconds(self.tensor)
         except ShardError as error:
             raise SizesError(str(error)) from None
+
+    def _check_sharing(self) -> None:
+        members = self.tensor if self.training.sequence_parallel else 1
+        tokens = self.training.sequence_length
+        if not can_share_sequence(self.context, tokens, members):
+            raise SizesError(f"{self.context} replicas can't share the {tokens} tokens of a sequence evenly")
+        if self.experts > 1 and (not self.model.experts or self.model.experts % self.experts):
+            raise SizesError(f"{self.experts} replicas can't share the {self.model.experts} experts of a layer evenly")
+        loads = len(self.training.expert_loads)
+        if loads and loads != self.model.experts:
+            raise SizesError(f"there are loads of {loads} experts; a layer has {self.model.experts}")
 
 
 def start_chunks(model: Model, stages: int) -> tuple[Chunk, ...]:

@@ -9,6 +9,7 @@ import numpy as np
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.memory import with_layers
 from megatron_resihp.plan import ParallelPlan, Replica
+from megatron_resihp.plan.parallel_plan import sharing_of
 from megatron_resihp.plan.schedule import ONE_F_ONE_B, ZERO_BUBBLE
 from megatron_resihp.planner.evaluation import evaluate, stage_seconds, transfer_seconds
 from megatron_resihp.planner.health import Health
@@ -25,7 +26,7 @@ def iteration_seconds(plan: ParallelPlan, health: Health, cost: JobCost) -> floa
         KeyError: a working worker is dead.
     """
     replicas = [with_layers(replica, cost.model) for replica in plan.replicas]
-    if plan.migrations or not all(map(_has_known_order, replicas)):
+    if plan.migrations or sharing_of(plan) > 1 or not all(map(_has_known_order, replicas)):
         return evaluate(plan, health, cost).iteration_s
     known: dict[tuple[object, ...], float] = {}
     for replica in replicas:

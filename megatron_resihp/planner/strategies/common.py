@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from itertools import product
 
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.memory import check_plan, with_layers
@@ -42,17 +43,18 @@ def job_degree(plan: ParallelPlan, cost: JobCost) -> int:
 
 def require_state(plan: ParallelPlan, health: Health) -> None:
     """Raises NoPlanError unless the live workers of a plan with layers hold the state of every layer together."""
-    held: dict[int, set[tuple[Fraction, Fraction]]] = defaultdict(set)
+    held: dict[tuple[int, int], set[tuple[Fraction, Fraction]]] = defaultdict(set)
     for shard in {shard for worker in plan.members if worker in health.speed for shard in plan.shards_of(worker)}:
         part = (Fraction(shard.tp_rank, shard.tp_degree), Fraction(shard.tp_rank + 1, shard.tp_degree))
         for layer in range(shard.first, shard.end):
-            held[layer].add(part)
-    for layer in range(plan.replicas[0].chunks[-1].end):
+            held[layer, shard.expert_rank].add(part)
+    for layer, share in product(range(plan.replicas[0].chunks[-1].end), range(plan.expert_parallel)):
         reached = Fraction(0)
-        for first, end in sorted(held[layer]):
+        for first, end in sorted(held[layer, share]):
             reached = max(reached, end) if first <= reached else reached
         if reached < 1:
-            raise NoPlanError(f"the state of layer {layer} is not held by the survivors")
+            experts = f", share {share} of {plan.expert_parallel} of its experts" if plan.expert_parallel > 1 else ""
+            raise NoPlanError(f"the state of layer {layer}{experts} is not held by the survivors")
 
 
 def groups_in_nodes(

@@ -16,7 +16,7 @@ from megatron_resihp.cost.job import JobCost
 from megatron_resihp.pipeline.op import OpKind
 from megatron_resihp.pipeline.simulate import Timeline
 from megatron_resihp.plan import ParallelPlan
-from megatron_resihp.planner.evaluation import joint_timeline, migrating, timeline_of
+from megatron_resihp.planner.evaluation import joint_timeline, migrating, run_of
 from megatron_resihp.planner.health import Health
 from megatron_resihp.report.plan.answer import Answer, Situation
 
@@ -81,9 +81,9 @@ class _Lane(NamedTuple):
 def _lanes(plan: ParallelPlan, health: Health, cost: JobCost) -> list[_Lane]:
     together = migrating(plan)
     lanes = []
-    for number, replica in enumerate(plan.replicas):
+    for number in range(len(plan.replicas)):
         if number not in together:
-            lanes += _of_replica(number, timeline_of(replica, health, cost))
+            lanes += _of_replica(number, run_of(plan, number, health, cost).timeline())
     if together:
         places = [(number, stage) for number in together for stage in range(len(plan.replicas[number].stages))]
         timeline = joint_timeline(plan, health, cost)

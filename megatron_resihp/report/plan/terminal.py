@@ -16,7 +16,7 @@ from rich.text import Text
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.memory import memory_of
 from megatron_resihp.plan import ParallelPlan, Replica
-from megatron_resihp.planner.evaluation import Evaluation, stage_seconds
+from megatron_resihp.planner.evaluation import Evaluation, run_of
 from megatron_resihp.planner.health import Health
 from megatron_resihp.report.plan.answer import Answer, Situation
 from megatron_resihp.report.words import NONE, count, duration, ranges, rate, size
@@ -89,7 +89,7 @@ def _plan(title: str, plan: ParallelPlan, situation: Situation, console: Console
 def _rows(plan: ParallelPlan, health: Health, cost: JobCost) -> Iterable[Sequence[str]]:
     memory = memory_of(plan, cost.model, cost.training)
     for number, replica in enumerate(plan.replicas):
-        each = _stage_times(replica, health, cost)
+        each = _stage_times(plan, number, health, cost)
         for stage, members in enumerate(replica.stages):
             yield (
                 str(number) if stage == 0 else "",
@@ -104,13 +104,14 @@ def _rows(plan: ParallelPlan, health: Health, cost: JobCost) -> Iterable[Sequenc
             )
 
 
-def _stage_times(replica: Replica, health: Health, cost: JobCost) -> dict[int, float]:
+def _stage_times(plan: ParallelPlan, number: int, health: Health, cost: JobCost) -> dict[int, float]:
     """Seconds of a micro-batch's forward and backward by stage, without stages that have a dead member."""
-    well = {worker: health.speed.get(worker, 1.0) for members in replica.stages for worker in members}
+    replica = plan.replicas[number]
+    well = {worker: health.speed.get(worker, 1.0) for worker in plan.working}
     dead = {s for s, members in enumerate(replica.stages) if not members or not health.speed.keys() >= {*members}}
     if any(not members for members in replica.stages):
         return {}
-    chunks = stage_seconds(replica, Health(well), cost).sum(axis=0)
+    chunks = run_of(plan, number, Health(well), cost).seconds().sum(axis=0)
     totals: dict[int, float] = {}
     for chunk, seconds in zip(replica.chunks, chunks, strict=True):
         totals[chunk.stage] = totals.get(chunk.stage, 0.0) + float(seconds)
