@@ -485,12 +485,12 @@ def test_a_lost_node_comes_back(launch: Launch, port: int) -> None:
     first, second = two_nodes(launch, port)
     begun(first, 4)
     options = {"nodes": 2, "node": 1, "workers_per_node": 2, "coordinator": Address("127.0.0.1", port)}
-    early = launch(**options)
-    assert early.end() == 2
-    assert "node 1 has joined already" in early.output()
-    os.kill(second.pid, signal.SIGKILL)
-    first.await_event("recovery", dead=[2, 3])
+    twin = launch(connect_timeout_s=0.5, **options)
+    assert twin.end() == 2
+    assert "node 1 has joined already" in twin.output()
     again = launch(**options)
+    eventually("it waits", lambda: "node 1 waits until the loss of the one before it is noticed" in again.output())
+    os.kill(second.pid, signal.SIGKILL)
     eventually("it is taken in", lambda: "members [0, 1, 6, 7]" in first.log(0))
     os.kill(again.pid, signal.SIGKILL)
     first.await_event("recovery", dead=[2, 3, 6, 7])
@@ -508,7 +508,7 @@ def test_a_late_node_joins_is_lost_and_comes_back(launch: Launch, port: int) -> 
     first = launch(node=0, connect_timeout_s=1.0, **options)
     eventually("it is taken in", lambda: "members [0, 1, 2, 3]" in first.log(0))
     assert "rank 1 of 2" in first.log(3)
-    twin = launch(node=1, **options)
+    twin = launch(node=1, connect_timeout_s=0.5, **options)
     assert twin.end() == 2
     assert "node 1 has joined already" in twin.output()
     os.kill(late.pid, signal.SIGKILL)

@@ -23,8 +23,8 @@ SEEN_WITHIN_S: Final = 60.0
 LOOK_S: Final = 0.5
 
 
-def admitted(address: Address, run_dir: Path, timeout_s: float, check: Callable[[Store], None]) -> Secret:
-    """The secret that the job at this address takes.
+def admitted[T](address: Address, run_dir: Path, timeout_s: float, check: Callable[[Store], T]) -> tuple[Secret, T]:
+    """The secret that the job at this address takes, and what `check` has found there.
 
     Args:
         timeout_s: how long to wait for the job. It serves its store.
@@ -38,8 +38,7 @@ def admitted(address: Address, run_dir: Path, timeout_s: float, check: Callable[
         try:
             found = find_secret(run_dir)
             with closing(connect(address, found, timeout_s)) as store:
-                check(store)
-            return found
+                return found, check(store)
         except TimeoutError as error:
             raise StoreError(f"node 0 at {address} does not say what job it runs ({error})") from error
         except (RefusedSecretError, UnreadableError):

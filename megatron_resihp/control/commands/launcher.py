@@ -50,6 +50,7 @@ from megatron_resihp.control.transport.node_liveness import (
     Meeting,
     NodeWatcher,
     check_size,
+    has_joined,
     join,
     records_address,
 )
@@ -173,9 +174,8 @@ def _take_seat(options: LaunchOptions, make_event_sink: MakeEventSink, stack: Ex
         if options.node > 0:
             run_dir = make_run_dir(options)
             wait_until_reachable(address, options.connect_timeout_s)
-            own_size = partial(check_size, node=options.node, size=options.size)
-            admitted(address, run_dir, options.connect_timeout_s, own_size)
-            offered = _offered(options, run_dir, address)
+            _, joined = admitted(address, run_dir, options.connect_timeout_s, partial(_has_joined, options=options))
+            offered = _offered(options, run_dir, address, joined)
             numbers = offered or options.size.slots_on(options.node)
             return _Seat(find_secret(run_dir), address, run_dir, numbers, offered is not None)
         listener = stack.enter_context(reserve(*address))
@@ -207,17 +207,28 @@ def _take_seat(options: LaunchOptions, make_event_sink: MakeEventSink, stack: Ex
     return _Seat(own, address, run_dir, slots, False, listener, liveness, records, sink, contact.token)
 
 
-def _offered(options: LaunchOptions, run_dir: Path, address: Address) -> Sequence[int] | None:
+def _has_joined(store: Store, options: LaunchOptions) -> bool:
+    """Whether a node of this rank has begun the job that the store is of; or StoreError."""
+    check_size(store, options.node, options.size)
+    return has_joined(store, options.node, options.size)
+
+
+def _offered(options: LaunchOptions, run_dir: Path, address: Address, joined: bool) -> Sequence[int] | None:
     """The ids of the workers of a node that joins a running job, also again; None: it begins the job.
+
+    Args:
+        joined: one of its rank has begun the job. So this one takes its place, once that one is missed.
 
     Raises:
         StoreError: node 0 is gone, while this one waited to join.
     """
     size, node = options.size, options.node
     try:
-        if node < size.nodes:
+        if node < size.nodes and not joined:
             return returning.take(run_dir, node)
-        return returning.await_offer(run_dir, node, lambda: wait_until_reachable(address, STILL_THERE_S))
+        return returning.await_offer(
+            run_dir, node, lambda: wait_until_reachable(address, STILL_THERE_S), options.connect_timeout_s, joined
+        )
     except returning.RefusedError as error:
         raise LaunchError(str(error)) from error
     except OSError as error:

@@ -66,26 +66,34 @@ def take(run_dir: Path, node: int) -> tuple[int, ...] | None:
     return tuple(json.loads(taken.read_text()))
 
 
-def await_offer(run_dir: Path, node: int, check_node_0: Callable[[], None]) -> tuple[int, ...]:
-    """The ids of the workers with which a node joins that was not there at the start, once the job trains.
+def await_offer(
+    run_dir: Path, node: int, check_node_0: Callable[[], None], patience_s: float, joined: bool = False
+) -> tuple[int, ...]:
+    """The ids of the workers with which a node joins that was not there at the start, once the job trains, or that
+    was there and is lost, once that has been noticed.
 
     Args:
-        check_node_0: raises an error when it is gone; nothing else bounds the wait.
+        check_node_0: raises an error when it is gone; nothing else bounds the wait of a node that has not joined yet.
+        patience_s: how long a node that has joined already waits for its loss to be noticed.
+        joined: one of its rank is known to have joined.
 
     Raises:
-        RefusedError: the node has joined already, or doesn't share the run directory with node 0.
+        RefusedError: the node has joined already and isn't lost, or doesn't share the run directory with node 0.
         OSError: the run directory can't be written.
     """
     announced = False
-    seen_by = time.monotonic() + SEEN_WITHIN_S
+    began_at = time.monotonic()
     while (workers := take(run_dir, node)) is None:
-        if any((run_dir / DIRECTORY).glob(f"{_path(run_dir, node).stem}.taken-by-*")):
+        joined = joined or any((run_dir / DIRECTORY).glob(f"{_path(run_dir, node).stem}.taken-by-*"))
+        waited_s = time.monotonic() - began_at
+        if joined and waited_s > patience_s:
             raise RefusedError(joined_already(node))
         if not announced:
-            print(f"resihp: node {node} waits until the job trains, to join it then", flush=True)
+            until = "the loss of the one before it is noticed" if joined else "the job trains, to join it then"
+            print(f"resihp: node {node} waits until {until}", flush=True)
             announced = True
         check_node_0()
-        if time.monotonic() > seen_by and not (run_dir / DIRECTORY / SIZE).exists():
+        if waited_s > SEEN_WITHIN_S and not (run_dir / DIRECTORY / SIZE).exists():
             raise RefusedError(f"{run_dir} isn't node 0's run directory; give one that all nodes share as --run-dir")
         time.sleep(LOOK_S)
     return workers

@@ -140,7 +140,7 @@ class Joining:
 def join(store: Store, joining: Joining, on_lost: Callable[[], None]) -> LivenessConnection:
     """Check that this node belongs to the job, and open its liveness connection; StoreError says why not."""
     check_size(store, joining.node, joining.size)
-    if store.add(f"launch/first_worker/{joining.first_worker}", 1) > 1:
+    if store.add(_first_worker(joining.first_worker), 1) > 1:
         raise StoreError(joined_already(joining.node))
     address = parse_address(store.get(keys.LIVENESS_ADDRESS, ANSWER_S))
     try:
@@ -157,12 +157,18 @@ def check_size(store: Store, node: int, size: JobSize) -> None:
         raise StoreError(f"node 0 was started with {told}; give node {node} the same")
 
 
+def has_joined(store: Store, node: int, size: JobSize) -> bool:
+    """Whether a node of this rank has joined, of those that begin the job."""
+    return node < size.nodes and store.check(_first_worker(size.slots_on(node)[0]))
+
+
 def joined_already(node: int) -> str:
     """Why this node can't join: one of its rank has."""
-    return (
-        f"node {node} has joined already; give each node a --node-rank of its own, and start one that was lost again "
-        "only when that has been noticed"
-    )
+    return f"node {node} has joined already and is still there; give each node a --node-rank of its own"
+
+
+def _first_worker(worker: int) -> str:
+    return f"launch/first_worker/{worker}"
 
 
 def _connect(address: Address, joining: Joining) -> tuple[socket.socket, Session]:
