@@ -7,12 +7,13 @@ wrong order shows.
 
 import functools
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
 
-from megatron_resihp.executor.groups.side_group import STANDBY_TIMEOUT, SideGroup
+from megatron_resihp.executor.groups.side_group import SideGroup
 
 NAME: Final = "peers"
 NCCL: Final = "nccl"
@@ -75,9 +76,9 @@ class _Works:
 class NcclPeers:
     """The group of a device's tensors, beside torch's world, which standbys are not in."""
 
-    def __init__(self, store: dist.Store, workers: Sequence[int], me: int) -> None:
+    def __init__(self, store: dist.Store, workers: Sequence[int], me: int, timeout: timedelta) -> None:
         self._rank_of = {worker: rank for rank, worker in enumerate(workers)}
-        self._group = _nccl_group(dist.PrefixStore(NAME, store), self._rank_of[me], len(workers))
+        self._group = _nccl_group(dist.PrefixStore(NAME, store), self._rank_of[me], len(workers), timeout)
 
     def connect(self) -> None:
         number = torch.zeros(1, device="cuda")
@@ -105,10 +106,10 @@ class _Batch:
         self._kept = None
 
 
-def _nccl_group(store: dist.Store, rank: int, size: int) -> Any:
+def _nccl_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     """A group outside torch's world, but in its table of groups, where all that have to be aborted are looked up."""
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = STANDBY_TIMEOUT
+    options._timeout = timeout
     kind = dist.ProcessGroup.BackendType.NCCL
     group = dist.ProcessGroup(store, rank, size)
     group._set_default_backend(kind)

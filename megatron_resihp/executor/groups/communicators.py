@@ -129,14 +129,14 @@ class Communicators:
         self._side_groups.append(group)
         return group
 
-    def peer_group(self, workers: Sequence[int]) -> Peers:
-        """A group of workers, standbys included, for tensors of their devices."""
+    def peer_group(self, workers: Sequence[int], timeout: timedelta) -> Peers:
+        """A group of workers, standbys included, for tensors of their devices. `timeout`: of each operation."""
         assert self.connections.store is not None
         if torch.empty(0, device="cuda").is_cuda:
             torch.cuda.empty_cache()
             self._patches.install_nccl()
-            return NcclPeers(self.connections.store, workers, self._me)
-        group = GlooPeers(self.connections.store, NAME, workers, self._me, self.waiter)
+            return NcclPeers(self.connections.store, workers, self._me, timeout)
+        group = GlooPeers(self.connections.store, NAME, workers, self._me, self.waiter, timeout)
         self._side_groups.append(group)
         return group
 

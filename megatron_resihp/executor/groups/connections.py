@@ -10,10 +10,12 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch.distributed as dist
+
 from megatron_resihp.executor.gloo import sockets as gloo_sockets
 from megatron_resihp.executor.gloo.groups_ahead import GroupsAhead
 from megatron_resihp.executor.groups.rendezvous import InterruptibleStore
-from megatron_resihp.executor.nccl.aborts import ABORT_S, NcclAborts
+from megatron_resihp.executor.nccl.aborts import ABORT_S, NcclAborts, group_error
 
 
 class Connections:
@@ -59,6 +61,16 @@ class Connections:
     def listeners(self, published: Iterable[bytes]) -> set[str]:
         """This worker's listening sockets of the epoch."""
         return gloo_sockets.listeners(published, self._foreign)
+
+    def check(self) -> None:
+        """Ask NCCL for errors of the epoch's groups.
+
+        Raises:
+            DistError: some group is in error, so its results can't be believed.
+        """
+        failure = group_error()
+        if failure is not None:
+            raise dist.DistBackendError(failure)
 
     # ---- aborts
 

@@ -24,13 +24,16 @@ class SideGroup:
     torch refuses a second default group, and `new_group` needs a world that standbys are not in.
     """
 
-    def __init__(self, store: dist.Store, name: str, workers: Sequence[int], me: int, waiter: Waiter) -> None:
+    def __init__(
+        self, store: dist.Store, name: str, workers: Sequence[int], me: int, waiter: Waiter,
+        timeout: timedelta = STANDBY_TIMEOUT,
+    ) -> None:  # fmt: skip
         self._waiter = waiter
         self._me = me
         self.workers = tuple(workers)
         self._rank_of = {worker: rank for rank, worker in enumerate(self.workers)}
         self._group = dist.ProcessGroupGloo(
-            dist.PrefixStore(name, store), self._rank_of[me], len(self.workers), STANDBY_TIMEOUT
+            dist.PrefixStore(name, store), self._rank_of[me], len(self.workers), timeout
         )
 
     def sum(self, values: torch.Tensor) -> None:

@@ -167,6 +167,7 @@ def wrap_train_step(runtime: Runtime, original: Callable[..., StepReturn]) -> Ca
             outcome, runtime.progress.replay = runtime.progress.replay, None
             return _applied_step(runtime, outcome)
         runtime.orders.validation = None
+        runtime.mode.begin_iteration()
         begin_iteration(runtime)
         result = original(*positional, iteration=iteration, **options)
         if runtime.progress.stage is IterationPhase.STEPPED:  # Megatron may end the job before the step

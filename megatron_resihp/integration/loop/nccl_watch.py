@@ -7,6 +7,7 @@ that waits for the device hears of neither. May import `control` and `executor`.
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Final
 
 from megatron_resihp.control.worker.client import WorkerControl
@@ -17,25 +18,26 @@ from megatron_resihp.protocol.messages import CommunicationFailed
 LOOK_S: Final = 1.0
 
 
-def begin(control: WorkerControl) -> None:
-    """Look again and again, in a thread."""
-    threading.Thread(target=_watch, args=(control,), name="resihp-nccl", daemon=True).start()
+def begin(control: WorkerControl, failed: Callable[[], None]) -> None:
+    """Look again and again, in a thread. `failed`: called at each error, before the coordinator hears of it."""
+    threading.Thread(target=_watch, args=(control, failed), name="resihp-nccl", daemon=True).start()
 
 
-def _watch(control: WorkerControl) -> None:
+def _watch(control: WorkerControl, failed: Callable[[], None]) -> None:
     while True:
         time.sleep(LOOK_S)
         try:
-            look(control)
+            look(control, failed)
         except JobEnded:
             return  # the thread that listens to notices ends this worker
 
 
-def look(control: WorkerControl) -> None:
+def look(control: WorkerControl, failed: Callable[[], None]) -> None:
     """Ask once. What has failed in an epoch that is broken anyway is no news."""
     epoch = control.epoch  # before the groups, which are gone before another epoch begins
     if control.heard.broken():
         return
     failure = group_error()
     if failure is not None:
+        failed()
         control.tell(CommunicationFailed(control.worker, epoch, failure))

@@ -11,8 +11,7 @@ from megatron_resihp.integration.patches.counting import advance_schedule
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.digests import record_digests
 from megatron_resihp.integration.step.extra_states import share_extra_state
-from megatron_resihp.integration.step.step import agree, take_step
-from megatron_resihp.protocol.records import IterationPhase
+from megatron_resihp.integration.step.step import agree, see_reduced, take_step
 
 
 def keep_current(runtime: Runtime) -> None:
@@ -21,10 +20,10 @@ def keep_current(runtime: Runtime) -> None:
         leave_if_agreed(runtime)
         runtime.progress.begin(runtime.progress.iteration + 1, None)
         runtime.scheduled.ask_for_plans(runtime.progress.iteration, runtime.view.reports)
+        runtime.mode.begin_iteration()
         runtime.mode.share_gradients()
         share_extra_state(runtime)
-        runtime.control.heard.check()
-        runtime.progress.stage = IterationPhase.REDUCED
+        see_reduced(runtime)
         outcome = agree(runtime, 0.0)
         runtime.progress.agreed(outcome)
         runtime.on_trial = False

@@ -54,10 +54,10 @@ class WatchedPeers:
     """Peers whose errors are noted.
 
     Args:
-        failed: called with each error.
+        failed: called at each error.
     """
 
-    def __init__(self, peers: Peers, failed: Callable[[Exception], None]) -> None:
+    def __init__(self, peers: Peers, failed: Callable[[], None]) -> None:
         self._peers, self._failed = peers, failed
 
     def connect(self) -> None:
@@ -70,7 +70,7 @@ class WatchedPeers:
         try:
             return call()
         except Exception as error:
-            self._failed(error)
+            self._failed()
             raise DirectWayFailed(f"a tensor could not cross between devices ({type(error).__name__})") from error
 
 

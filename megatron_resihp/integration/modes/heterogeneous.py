@@ -60,7 +60,7 @@ from megatron_resihp.integration.step.loss_scale import scaled_losses
 from megatron_resihp.integration.step.optimizer_whole import are_there_parts, put_together
 from megatron_resihp.integration.step.step import agreed_losses
 from megatron_resihp.integration.trained import Trained
-from megatron_resihp.integration.world.group_needs import GLOO, world_group
+from megatron_resihp.integration.world.group_needs import GLOO, timeout_of, world_group
 from megatron_resihp.integration.world.heterogeneous import HeterogeneousView
 from megatron_resihp.integration.world.heterogeneous_groups import StageGroup, as_stage, ranks_of_stage
 from megatron_resihp.integration.world.streams import start_streams
@@ -101,11 +101,20 @@ class HeterogeneousMode(Mode):
             if self.view.works and self.view.reports:
                 print("resihp: gradients and results go through the host: they can't cross between devices", flush=True)
             return
-        self._direct = WatchedPeers(runtime.communicators.peer_group(members), self._note_failure)
+        peers = runtime.communicators.peer_group(members, timeout_of(runtime.job.args))
+        self._direct = WatchedPeers(peers, self.nccl_failed)
         self._direct.connect()
 
-    def _note_failure(self, error: Exception) -> None:
-        if not self._runtime.control.heard.broken():  # the abort of a broken epoch fails everything
+    def begin_iteration(self) -> None:
+        """Others may have evaluated or saved meanwhile, which waits between devices must not include."""
+        if self._direct is not None:
+            self.everybody.sum(torch.zeros(1))
+
+    def nccl_failed(self) -> None:
+        """Whatever group it is: one of the direct way may have held it up."""
+        if (
+            self._direct is not None and not self._runtime.control.heard.broken()
+        ):  # the abort of a broken epoch fails everything
             self._runtime.recovery.direct_way.strike(self.view.plan.members)
 
     def wanted_groups(self) -> list[WorldGroup]:

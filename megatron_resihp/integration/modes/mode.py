@@ -105,6 +105,9 @@ class Mode(ABC):
 
     # ---- an iteration
 
+    def begin_iteration(self) -> None:  # noqa: B027 (most modes have nothing to do)
+        """What all members, standbys included, do together before an iteration that is computed."""
+
     @abstractmethod
     def train(self, schedule: Schedule, call: dict[str, Any]) -> Losses:
         """Run this worker's micro-batches.
@@ -124,6 +127,9 @@ class Mode(ABC):
     @abstractmethod
     def share_gradients(self) -> None:
         """Sum gradients, or give them to the workers that keep them current; all members call it once per step."""
+
+    def nccl_failed(self) -> None:  # noqa: B027 (most modes have no other way)
+        """NCCL is in error, as it says in the background. Called from any thread."""
 
     def step(self, optimizer: Any) -> None:
         """Take the optimizer's step with clipped gradients; communicates nothing."""

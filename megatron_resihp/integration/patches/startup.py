@@ -107,7 +107,6 @@ def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Ca
         return ControlStore(open_connection(store.address, store.secret, REOPEN_S))
 
     communicators.append(Communicators(open_store(), worker, control.heard.broken, reopen=open_store))
-    nccl_watch.begin(control)
     ReachWatch(communicators[0].waiter.longest_s, control, lambda: one_of_each_node(control.members, worker)).begin()
     pack_sheet = functools.partial(_pack, Seen(int(os.environ[ABSENCES_FD])), config.resihp_emulate is not None)
     outbox = Outbox(socket.socket(fileno=int(os.environ["RESIHP_RECORDS_FD"])), pack_sheet)
@@ -115,6 +114,7 @@ def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Ca
     job = job_of(config, get_args(), derived, store.run)
     runtime = Runtime(job, control, communicators[0], outbox.offer)
     runtime.joining = joining
+    nccl_watch.begin(control, lambda: runtime.mode.nccl_failed())  # there are groups only where there is a mode
     runtime.preparation = Preparation(control, communicators[0], functools.partial(needs_of, runtime))
     control.heard.on_change = runtime.preparation.begin
     runtime.probes.pauses.watch()

@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.training import training
@@ -60,12 +61,8 @@ def agreed_step(runtime: Runtime) -> StepResult:
     """What replaces MegatronOptimizer.step; returns (successful, gradient norm, zeros in gradients)."""
     runtime.mode.share_gradients()
     share_extra_state(runtime)
-    with runtime.communicators.waiter.noted():
-        torch.cuda.synchronize()
+    see_reduced(runtime)
     runtime.probes.synchronized()
-    # Only now has the host seen every gradient collective complete; an aborted one returns garbage.
-    runtime.control.heard.check()
-    runtime.progress.stage = IterationPhase.REDUCED
     _record_samples(runtime)
     runtime.reach("norm")
     norm_squared = local_norm_squared(runtime)
@@ -83,6 +80,25 @@ def agreed_step(runtime: Runtime) -> StepResult:
     # The device has work now, and no other worker waits for this one.
     runtime.probes.flush()
     return not outcome.skipped, outcome.grad_norm, outcome.zeros
+
+
+def see_reduced(runtime: Runtime) -> None:
+    """Have the host see every gradient collective of this worker complete: COMPUTE to REDUCED. Standbys may get theirs
+    from device to device, too.
+
+    Raises:
+        EpochBroken, JobEnded or DistError: what has come may be garbage, as an aborted collective leaves it.
+    """
+    with runtime.communicators.waiter.noted():
+        torch.cuda.synchronize()
+    # NCCL tells of its errors in the background, while the device goes on.
+    try:
+        runtime.communicators.connections.check()
+    except dist.DistError:
+        runtime.mode.nccl_failed()
+        raise
+    runtime.control.heard.check()
+    runtime.progress.stage = IterationPhase.REDUCED
 
 
 def _record_samples(runtime: Runtime) -> None:

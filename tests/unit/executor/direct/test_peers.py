@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,7 +65,7 @@ class NcclGroup:
 def test_a_batch_of_nccls_is_one_call_in_the_groups_own_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
     group = NcclGroup()
     monkeypatch.setattr(module, "_nccl_group", lambda *_: group)
-    peers = NcclPeers(dist.HashStore(), (4, 6, 9), 6)
+    peers = NcclPeers(dist.HashStore(), (4, 6, 9), 6, timedelta(seconds=LIMIT_S))
     pending = peers.exchange([(torch.ones(1), 4)], [(torch.ones(1), 9)])
     assert group.asked == ["start on cuda", "send to 0", "receive from 2", "end"]
     pending.wait()

@@ -245,6 +245,8 @@ def test_what_nccl_says_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert group_error() is None
     register(monkeypatch, NcclGroup("c", [], error="REMOTE_ERROR"), NcclGroup("b", [], error="TIMEOUT"))
     assert group_error() == "NCCL group b: TIMEOUT"
+    with pytest.raises(dist.DistError, match="group b: TIMEOUT"):
+        Communicators(dist.HashStore(), 0, lambda: False).connections.check()
 
 
 @pytest.mark.parametrize(

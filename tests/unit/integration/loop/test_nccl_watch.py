@@ -25,5 +25,6 @@ def test_the_coordinator_is_told(
     said: list[Any] = []
     control: Any = SimpleNamespace(worker=1, epoch=4, heard=SimpleNamespace(broken=lambda: broken), tell=said.append)
     monkeypatch.setattr(nccl_watch, "group_error", lambda: failure)
-    nccl_watch.look(control)
-    assert said == told
+    noted: list[str] = []
+    nccl_watch.look(control, lambda: noted.append("failed"))
+    assert said == told and len(noted) == len(told)

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from megatron_resihp.executor.direct.peers import Parts, Pending
 from megatron_resihp.executor.groups.errors import is_communicator_error
 from megatron_resihp.integration.modes.direct_way import DirectTrials, DirectWayFailed, WatchedPeers, agreed_to_use
+from megatron_resihp.integration.modes.heterogeneous import HeterogeneousMode
 
 
 class Broken:
@@ -46,12 +50,12 @@ def test_an_error_with_a_dead_worker_is_that_workers() -> None:
 
 @pytest.mark.parametrize("begins", [False, True], ids=["posting", "waiting"])
 def test_errors_are_noted_and_lead_to_another_epoch(begins: bool) -> None:
-    noted: list[Exception] = []
+    noted: list[str] = []
     error = torch.OutOfMemoryError("CUDA out of memory")
-    peers = WatchedPeers(Broken(error, begins), noted.append)
+    peers = WatchedPeers(Broken(error, begins), lambda: noted.append("failed"))
     with pytest.raises(DirectWayFailed) as failed:
         peers.exchange((), ()).wait()
-    assert noted == [error] and failed.value.__cause__ is error
+    assert noted == ["failed"] and failed.value.__cause__ is error
     assert is_communicator_error(failed.value), "the host's way may have what the device lacks"
 
 
@@ -67,3 +71,32 @@ def test_one_worker_that_is_against_it_is_enough() -> None:
     assert not agreed_to_use(False, everybody)  # type: ignore[arg-type]
     everybody.others_against = 1.0
     assert not agreed_to_use(True, everybody)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("is_used", "broken", "usable"),
+    [(True, False, False), (True, True, True), (False, False, True)],
+    ids=["in use", "in a broken epoch", "through the host"],
+)
+def test_an_error_that_nccl_finds_in_the_background(is_used: bool, broken: bool, usable: bool) -> None:
+    """No call has failed; the way may be why, unless it is not used, or the abort of a broken epoch is."""
+    mode: Any = object.__new__(HeterogeneousMode)
+    trials, members = DirectTrials(), (0, 1, 2)
+    mode.view = SimpleNamespace(plan=SimpleNamespace(members=members))
+    mode._direct = object() if is_used else None
+    heard = SimpleNamespace(broken=lambda: broken)
+    mode._runtime = SimpleNamespace(
+        control=SimpleNamespace(heard=heard), recovery=SimpleNamespace(direct_way=trials)
+    )  # fmt: skip
+    mode.nccl_failed()
+    assert trials.is_usable(members) is usable
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_all_meet_before_an_iteration_whose_waits_are_bounded(is_used: bool) -> None:
+    """Nobody's operation between devices waits for an evaluation of others."""
+    mode: Any = object.__new__(HeterogeneousMode)
+    met: list[torch.Tensor] = []
+    mode._direct, mode.everybody = object() if is_used else None, SimpleNamespace(sum=met.append)
+    mode.begin_iteration()
+    assert len(met) == int(is_used)

@@ -9,14 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core import rerun_state_machine
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 
 from megatron_resihp.control.worker.heard import Heard
+from megatron_resihp.executor.groups.waiting import Waiter
+from megatron_resihp.integration.loop import standby
 from megatron_resihp.integration.ops.program_schedule import check_gradients
 from megatron_resihp.integration.progress import Orders, Progress
-from megatron_resihp.integration.step.step import ZEROS, agree, install_step
+from megatron_resihp.integration.step.step import ZEROS, agree, install_step, see_reduced
+from megatron_resihp.protocol.records import IterationPhase
 
 
 def worker(checks: bool, others: float, *scalers: Any, counts_zeros: bool = False) -> Any:
@@ -106,3 +110,28 @@ def test_megatrons_check_of_gradients_is_made(monkeypatch: pytest.MonkeyPatch, s
     check_gradients([chunk(1.0, 1.0), chunk(*spoiled, checks=False)])
     with pytest.raises(RuntimeError, match=r"found (NaN|Inf) in local grad norm for bucket #0"):
         check_gradients([chunk(1.0, 1.0), chunk(*spoiled)])
+
+
+@pytest.mark.parametrize("standing_by", [False, True], ids=["working", "standing by"])
+def test_gradients_count_once_the_device_has_them_and_nccl_has_no_error(
+    monkeypatch: pytest.MonkeyPatch, standing_by: bool
+) -> None:
+    """A standby may get its gradients from device to device, where the host is told before they have come."""
+    done: list[str] = []
+
+    def check() -> None:
+        done.append("check")
+        raise dist.DistBackendError("NCCL group peers: REMOTE_ERROR")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("synchronize"))
+    runtime = worker(checks=True, others=0.0)
+    runtime.communicators = SimpleNamespace(waiter=Waiter(lambda: False), connections=SimpleNamespace(check=check))
+    runtime.mode.nccl_failed = lambda: done.append("noted")
+    runtime.mode.begin_iteration = lambda: done.append("begin")
+    runtime.mode.share_gradients = lambda: done.append("share")
+    runtime.scheduled = SimpleNamespace(ask_for_plans=lambda iteration, reports: None)
+    monkeypatch.setattr(standby, "share_extra_state", lambda runtime: None)
+    with pytest.raises(dist.DistError, match="REMOTE_ERROR"):
+        standby.keep_current(runtime) if standing_by else see_reduced(runtime)
+    assert done[-3:] == ["synchronize", "check", "noted"]
+    assert runtime.progress.stage is IterationPhase.COMPUTE
