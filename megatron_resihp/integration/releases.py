@@ -61,7 +61,7 @@ RELEASES: Final[Mapping[tuple[int, int], Release]] = {
     (0, 18): Release(
         "0.18",
         "core_v0.18.2",
-        False,
+        True,
         ("model_provider_func", "model_type", "checkpointing_context"),
         _GET_MODEL,
         "get_main_grads_for_grad_norm",

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron-LM's own pretrain_gpt.py, unmodified, with Megatron from the same checkout.
 
-The environment variable MEGATRON_LM_DIR names the checkout, at tag core_v0.19.0; it is not written to.
+The environment variable MEGATRON_LM_DIR names the checkout, at tag core_v0.19.0 or core_v0.18.2; it is not
+written to.
 """
 
 from __future__ import annotations

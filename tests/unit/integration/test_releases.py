@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 import json
@@ -18,14 +19,15 @@ import pytest
 from megatron.core import package_info
 
 from megatron_resihp.config import INJECTION_POINTS
-from megatron_resihp.integration import enable
+from megatron_resihp.integration import enable, releases
 from megatron_resihp.integration.patch import Patch
 from megatron_resihp.integration.patches.training import training_patches
 from megatron_resihp.integration.probes.injection_points import injection_patches
 from megatron_resihp.integration.probes.patches import probe_patches
-from megatron_resihp.integration.releases import RELEASES, TRY, Release, installed, requirement
+from megatron_resihp.integration.releases import RELEASES, TRY, Release, installed, requirement, supported
 from megatron_resihp.integration.streams.patches import patches_of as stream_patches
 from megatron_resihp.integration.support import LACKING, TABLE
+from megatron_resihp.integration.support.page import RELEASE as DAILY
 
 SIGNATURES = Path(__file__).with_name("signatures")
 
@@ -71,7 +73,7 @@ def test_the_installed_release_is_as_remembered() -> None:
 
 
 @pytest.mark.parametrize(("version", "is_supported"), [
-    ((0, 17), False), ((0, 18), False), ((0, 19), True), ((0, 20), False), ((1, 19), False),
+    ((0, 17), False), ((0, 18), True), ((0, 19), True), ((0, 20), False), ((1, 19), False),
 ])  # fmt: skip
 def test_only_releases_that_have_been_tried_are_let_in(
     monkeypatch: pytest.MonkeyPatch, version: tuple[int, int], is_supported: bool
@@ -81,12 +83,17 @@ def test_only_releases_that_have_been_tried_are_let_in(
     monkeypatch.setattr(package_info, "MINOR", version[1])
     problem = enable.version_problem()
     assert (problem is None) == is_supported
-    assert is_supported or "install megatron-core>=0.19,<0.20" in str(problem)
+    assert is_supported or "install megatron-core>=0.18,<0.20" in str(problem)
 
 
 def test_tests_may_use_a_release_that_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = installed()
+    assert release is not None
+    tried = {(package_info.MAJOR, package_info.MINOR): dataclasses.replace(release, let_in=False)}
+    monkeypatch.setattr(releases, "RELEASES", RELEASES | tried)
+    monkeypatch.delenv(TRY, raising=False)
+    assert enable.version_problem() is not None
     monkeypatch.setenv(TRY, "1")
-    monkeypatch.setattr(package_info, "MINOR", 18)
     assert enable.version_problem() is None
 
 
@@ -105,6 +112,18 @@ def test_the_documentation_names_the_functions_that_differ(repository: Path) -> 
     unlike = {target for target in targets if any(each.get(target) != found[0].get(target) for each in found)}
     page = (repository / "docs" / "compatibility.md").read_text()
     assert set(re.findall(r"^- `(megatron\.[\w.:]+)`", page, re.MULTILINE)) == unlike
+
+
+def test_the_documentation_says_what_has_run_on_releases_that_no_daily_test_runs_on(repository: Path) -> None:
+    page = (repository / "docs" / "compatibility.md").read_text()
+    for release in RELEASES.values():
+        if release.let_in and release.name != DAILY:
+            _, _, told = page.partition(f"\n## What has run on {release.name}\n")
+            assert release.checkout.removeprefix("core_v") in told.partition("\n## ")[0], release.name
+
+
+def test_the_first_page_names_the_releases_that_are_let_in(repository: Path) -> None:
+    assert f"**Megatron-core {supported()}.**" in (repository / "README.md").read_text()
 
 
 def test_the_package_asks_for_the_same_releases(repository: Path) -> None:
