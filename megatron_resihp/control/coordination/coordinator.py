@@ -13,7 +13,6 @@ from dataclasses import replace
 from itertools import chain
 from typing import Final
 
-from megatron_resihp.config import ConfigError, Slowdown
 from megatron_resihp.control import keys
 from megatron_resihp.control.coordination.actions import (
     Action,
@@ -32,18 +31,15 @@ from megatron_resihp.control.coordination.requests import Requests
 from megatron_resihp.control.coordination.state_machine.membership import Membership
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.replanning.next_plan import NextPlan, uniform_or_less
-from megatron_resihp.control.slowness import SlownessDesk
 from megatron_resihp.control.transport.absence import Absence
 from megatron_resihp.control.transport.store import Store, StoreError
 from megatron_resihp.events.event import Event, stamped
-from megatron_resihp.events.injections import Drill, DrillRefused, DrillSet
+from megatron_resihp.events.injections import Drill
 from megatron_resihp.events.job import RunStarted
 from megatron_resihp.events.training import Iteration
 from megatron_resihp.events.workers import WorkerDead
-from megatron_resihp.protocol import answers
 from megatron_resihp.protocol.logs import LogPage, LogsWanted
-from megatron_resihp.protocol.messages import JobStarted, NodesDown, SlowdownRequest
-from megatron_resihp.protocol.notices import ValidationOrder
+from megatron_resihp.protocol.messages import NodesDown
 from megatron_resihp.protocol.published import END, EmergencyCheckpointOrder, EpochPlan, Go, JobEnd
 from megatron_resihp.protocol.wire import COORDINATOR
 
@@ -113,7 +109,6 @@ class Coordinator:
         self._ask_down = ask_down or self._say_none_down
         self._ticked_at = clock()
         self._absence = Absence(AWAY_S)
-        self._slowness = SlownessDesk(size.workers)
 
     def run(self) -> int:
         """Serve until the job is over; returns the exit code of the job.
@@ -165,7 +160,7 @@ class Coordinator:
         passed_s, self._ticked_at = now - self._ticked_at, now
         yield self._membership.tick(passed_s - self._absence.before(now), time.time())
         for request in self._requests.take():
-            yield [Notify(request)] if isinstance(request, ValidationOrder) else self._react(request)
+            yield self._membership.handle(request, time.time())
 
     def _react_to(self, taken: list[Heard]) -> list[Action]:
         return [action for message in taken for action in self._react(message)]
@@ -174,36 +169,7 @@ class Coordinator:
         if isinstance(message, Reported):
             self._write_events(message)
             return []
-        if isinstance(message, SlowdownRequest):
-            return self._slow(message)
-        if isinstance(message, JobStarted):
-            self._slowness.emulated = message.job.emulated is not None
-            self._slowness.on_devices = message.job.device_memory is not None
         return self._membership.handle(message, time.time())
-
-    def _slow(self, request: SlowdownRequest) -> list[Action]:
-        """Do what a scheduled fault injection or `resihp inject` asks for, and answer the requester."""
-        number = request.number
-        if number is not None and not self._slowness.is_new(number):
-            return []
-        actions: list[Action] = []
-        try:
-            slowdown = Slowdown(request.workers, request.factor, request.iteration)
-            self._slowness.take(slowdown, self._membership.state.dead, self._membership.state.living)
-            answer: answers.Answer = answers.Accepted(str(slowdown))
-            actions = [Log(self._injection_set(slowdown)), Notify(self._slowness.notice())]
-        except ConfigError as error:
-            answer = answers.Refused(str(error))
-            if number is not None:
-                actions = [Log(DrillRefused(workers=request.workers, reason=str(error)))]
-        return actions if request.answer is None else [*actions, Reply(request.answer, answer)]
-
-    def _injection_set(self, slowdown: Slowdown) -> DrillSet:
-        speeds = {str(worker): speed for worker, speed in self._slowness.holds.speeds.items()}
-        links = {f"{one}-{other}": factor for (one, other), factor in self._slowness.holds.links.items()}
-        return DrillSet(
-            workers=slowdown.workers, factor=slowdown.factor, iteration=slowdown.iteration, speeds=speeds, links=links
-        )
 
     def _say_none_down(self, nodes: Sequence[int]) -> None:
         self._requests.tell_down(NodesDown((), time.time()))

@@ -5,18 +5,23 @@ May import `protocol` and this package's other modules.
 """
 
 from megatron_resihp.control import exit_codes
-from megatron_resihp.control.coordination.actions import Action, Limits, Phase
+from megatron_resihp.control.coordination.actions import Action, Limits, Notify, Phase
 from megatron_resihp.control.coordination.state_machine.agent_messages import AgentMessages
 from megatron_resihp.control.coordination.state_machine.changes import ChangesByChoice
 from megatron_resihp.control.coordination.state_machine.command_messages import CommandMessages
 from megatron_resihp.control.coordination.state_machine.ends import Ends
 from megatron_resihp.control.coordination.state_machine.epochs import Epochs
 from megatron_resihp.control.coordination.state_machine.plans import Plans
+from megatron_resihp.control.coordination.state_machine.slowdowns import Slowdowns
 from megatron_resihp.control.coordination.state_machine.state import Job, State
 from megatron_resihp.control.coordination.state_machine.worker_messages import WorkerMessages
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.replanning.next_plan import NextPlan, uniform_or_less
-from megatron_resihp.protocol.messages import WordOfAgent, WordOfCommand, WordOfWorker
+from megatron_resihp.protocol.messages import SlowdownRequest, WordOfAgent, WordOfCommand, WordOfWorker
+from megatron_resihp.protocol.notices import ValidationOrder
+
+Input = WordOfWorker | WordOfAgent | WordOfCommand | SlowdownRequest | ValidationOrder
+"""What is decided about: messages, and the detector's order to measure, which all workers are to hear of."""
 
 
 class Membership:
@@ -38,8 +43,9 @@ class Membership:
         self._workers = WorkerMessages(self.state, self._ends, changes, self._epochs)
         self._agents = AgentMessages(self.state, self._ends, changes, self._epochs, self._workers)
         self._commands = CommandMessages(self.state, self._ends, changes)
+        self._slowdowns = Slowdowns(self.state)
 
-    def handle(self, message: WordOfWorker | WordOfAgent | WordOfCommand, now: float) -> list[Action]:
+    def handle(self, message: Input, now: float) -> list[Action]:
         """React to one message.
 
         Args:
@@ -48,6 +54,11 @@ class Membership:
         """
         if self.state.phase is Phase.ENDED:
             return []
+        match message:
+            case ValidationOrder():
+                return [Notify(message)]
+            case SlowdownRequest():
+                return self._slowdowns.ask_for(message)
         if isinstance(message, WordOfWorker):
             return self._workers.handle(message, now)
         if isinstance(message, WordOfCommand):

@@ -18,6 +18,7 @@ from megatron_resihp.control.coordination.state_machine.links import FailedLinks
 from megatron_resihp.control.coordination.state_machine.log_pages import LogPages
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.replanning.change import Change
+from megatron_resihp.control.slowness import SlownessDesk
 from megatron_resihp.plan import Chunk, ParallelPlan, Shard
 from megatron_resihp.planner import JobShape
 from megatron_resihp.protocol.job import JobDescription
@@ -158,6 +159,7 @@ class State:
         joining: workers that were not there at the start.
         departures: nodes and workers that were told to leave.
         first_steps: plans that no step has been taken under yet.
+        slowness: what is slowed on request.
     """
 
     job: Job
@@ -180,11 +182,13 @@ class State:
     joining: JoiningWorkers = field(init=False)
     departures: Departures = field(init=False)
     reports: Reports = field(init=False)
+    slowness: SlownessDesk = field(init=False)
 
     def __post_init__(self) -> None:
         self.joining = JoiningWorkers(self.job.size)
         self.departures = Departures(self.joining)
         self.reports = Reports(FailedLinks(self.joining.node_of))
+        self.slowness = SlownessDesk(self.job.size.workers)
 
     @property
     def living(self) -> set[int]:

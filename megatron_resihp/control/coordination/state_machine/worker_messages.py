@@ -88,6 +88,8 @@ class WorkerMessages:
 
     def _on_job(self, message: JobStarted) -> list[Action]:
         state, job, told = self._state, self._state.job, message.job
+        state.slowness.emulated = told.emulated is not None
+        state.slowness.on_devices = told.device_memory is not None
         shape, own = _sizes_in(told, job.size)
         if job.shape is not None:
             if (shape, own) != (job.shape, job.own):
