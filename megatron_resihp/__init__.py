@@ -8,7 +8,9 @@
 
 import sys
 
-__version__ = "0.1.0"
+from megatron_resihp.version import __version__
+
+__all__ = ["__version__", "enable"]
 
 
 def enable() -> None:

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, Final
 
 import megatron_resihp
-from megatron_resihp.control.commands import apply, checkpoint, drain, inject, launch_options, launcher, stop
+from megatron_resihp.control.commands import apply, checkpoint, drain, inject, launch_options, launcher, replay, stop
 from megatron_resihp.extras import missing
 from megatron_resihp.report.live.run_report import RunReport
 
@@ -79,6 +79,7 @@ def command_parser() -> argparse.ArgumentParser:
     _add(commands, "stop", stop, "end a running job in order after an iteration")
     _add(commands, "checkpoint", checkpoint, "say how to continue from the state that survivors of a job have saved")
     _add(commands, "emergency", emergency_command, "make a checkpoint of what survivors of a job have saved in parts")
+    _add(commands, "replay", replay, "say what the coordinator of a job decided, and whether it would again")
     _add(commands, "report", report_command, "say what happened in a run, from its event log")
     _add(commands, "detect", detect_command, "say which workers were slow, from a run's records or a table of times")
     _add(commands, "plan", plan_command, "find the best plan for a job with dead or slow workers")

@@ -12,6 +12,8 @@ import pytest
 from jobs import FP32, Job, check_training, difference_table
 
 from megatron_resihp.control import exit_codes
+from megatron_resihp.control.coordination.decisions.replay import Replay
+from megatron_resihp.control.head.decision_file import read_decisions
 from megatron_resihp.control.replanning.inventory import lacking
 from megatron_resihp.plan import Chunk, ParallelPlan, spelled_out
 from megatron_resihp.plan.copies import lost_parts
@@ -35,6 +37,7 @@ def check_contract(job: Job, reference: Job) -> None:
     assert not job.events("detection_failed") and not job.events("policy_failed")
     assert not job.events("worker_failed"), job.tails()
     check_evaluations(job, reference)
+    check_decisions(job)
     if job.code == 0:
         check_training(job, reference)
         assert evaluations(job).keys() == evaluations(reference).keys()
@@ -58,6 +61,13 @@ def check_evaluations(job: Job, reference: Job) -> None:
     for when, losses in evaluations(job).items():
         [loss] = expected[when]
         assert losses == pytest.approx([loss] * len(losses), rel=TOLERANCE), when
+
+
+def check_decisions(job: Job) -> None:
+    """What the coordinator decided follows from what it heard, all of it."""
+    found = read_decisions(job.run_dir)
+    assert not found.problem
+    assert len(list(Replay(found.began).fold(found.steps))) == len(found.steps)
 
 
 def check_silence(job: Job) -> None:

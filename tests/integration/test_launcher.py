@@ -116,8 +116,10 @@ def test_a_plan_that_is_asked_for_is_taken(launch: Launch, tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize("strategy", ["drop-replica", "no such"])
-def test_survivors_are_planned_for_by_a_strategy(launch: Launch, tmp_path: Path, strategy: str) -> None:
-    """In a process of its own; where that has no plan, by uniform plans."""
+def test_survivors_are_planned_for_by_a_strategy(
+    launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str], strategy: str
+) -> None:
+    """In a process of its own; where that has no plan, by uniform plans. A replay needs no planner."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "job").write_text(json.dumps({"strategy": strategy, "plan_wait": WAIT_S}))
     run = launch()
@@ -132,6 +134,7 @@ def test_survivors_are_planned_for_by_a_strategy(launch: Launch, tmp_path: Path,
     run.await_event("recovery", to_epoch=1)
     run.ask("finish")
     assert run.end() == 0, run.output()
+    assert main(["replay", str(run.run_dir)]) == 0, capsys.readouterr().err
 
 
 @pytest.mark.parametrize("act", ["observe", "ask", "act"])

@@ -25,10 +25,11 @@ from megatron_resihp.control.coordination.actions import (
     Reply,
 )
 from megatron_resihp.control.coordination.bulletin import Bulletin
+from megatron_resihp.control.coordination.decisions.entries import Entry
+from megatron_resihp.control.coordination.decisions.recorded import Recorded
 from megatron_resihp.control.coordination.door import Heard, Reported
 from megatron_resihp.control.coordination.inbox import Inbox
 from megatron_resihp.control.coordination.requests import Requests
-from megatron_resihp.control.coordination.state_machine.membership import Membership
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.replanning.next_plan import NextPlan, uniform_or_less
 from megatron_resihp.control.transport.absence import Absence
@@ -75,6 +76,7 @@ class Coordinator:
         on_heard: called again and again, whenever all that has been said is heard.
         write_log: takes what of Megatron's log is to be written; must not block.
         ask_down: asks which of these nodes are down, for an answer by `requests`; None: nobody knows.
+        write_decision: takes what is decided and why, before it is carried out.
     """
 
     def __init__(
@@ -91,10 +93,11 @@ class Coordinator:
         on_heard: Callable[[], None] = lambda: None,
         write_log: Callable[[LogsWanted | LogPage], None] = lambda part: None,
         ask_down: Callable[[Sequence[int]], None] | None = None,
+        write_decision: Callable[[Entry], None] = lambda entry: None,
     ) -> None:
         self._store = store
         self._write_event = write_event
-        self._membership = Membership(size, limits, next_plan)
+        self._membership = Recorded(size, limits, next_plan, write_decision)
         self._bulletin = Bulletin(store)
         self._inbox = Inbox(store, self._membership.state, self._log)
         self._command = command

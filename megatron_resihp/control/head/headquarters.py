@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from megatron_resihp.control.coordination.actions import Limits
 from megatron_resihp.control.coordination.coordinator import Coordinator
 from megatron_resihp.control.coordination.requests import Requests
 from megatron_resihp.control.head import returning
+from megatron_resihp.control.head.decision_file import DecisionFile
 from megatron_resihp.control.head.detection import Detection
 from megatron_resihp.control.head.logs.logbook import Logbook
 from megatron_resihp.control.head.slurm import SlurmQuery
@@ -138,7 +140,8 @@ class Headquarters:
             self._on_end(Ending(exit_codes.RETRY, _failed(error)))
             return
         try:
-            self._coordinator(store).run()
+            with closing(DecisionFile(self._job.run_dir)) as decisions:
+                self._coordinator(store, decisions).run()
         except StoreError as error:
             if not self._closing.is_set():
                 self._on_end(Ending(exit_codes.RETRY, f"the coordinator is cut off: {error}"))
@@ -155,13 +158,14 @@ class Headquarters:
         except StoreError as error:
             self._on_end(Ending(code, f"{reason}; and {error}"))
 
-    def _coordinator(self, store: StoreClient) -> Coordinator:
+    def _coordinator(self, store: StoreClient, decisions: DecisionFile) -> Coordinator:
         job = self._job
         return Coordinator(
             store, self._bus.publish, job.size, job.command, job.limits,
             requests=self._requests, next_plan=self._replanner.next_plan,
             reopen=partial(returning.offer, job.run_dir), on_heard=self._look_for_stalls,
             write_log=self._logbook.take, ask_down=SlurmQuery(os.environ, job.size.nodes, self._requests.tell_down).ask,
+            write_decision=decisions.write,
         )  # fmt: skip
 
     def _open(self) -> StoreClient:

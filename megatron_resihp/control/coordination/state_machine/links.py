@@ -70,6 +70,11 @@ class FailedLinks:
             self._failures.clear()
             self._forgotten_in.clear()
 
+    @property
+    def remembers(self) -> bool:
+        """Whether any failure is to be forgotten in time."""
+        return bool(self._forgotten_in or self.good_in)
+
     def passed(self, seconds: float) -> bool:
         """So much time has passed; whether a link is good again by now."""
         for pair in _run_down(self._forgotten_in, seconds):

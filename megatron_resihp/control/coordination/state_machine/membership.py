@@ -17,6 +17,7 @@ from megatron_resihp.control.coordination.state_machine.state import Job, State
 from megatron_resihp.control.coordination.state_machine.worker_messages import WorkerMessages
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.replanning.next_plan import NextPlan, uniform_or_less
+from megatron_resihp.protocol.logs import Place
 from megatron_resihp.protocol.messages import SlowdownRequest, WordOfAgent, WordOfCommand, WordOfWorker
 from megatron_resihp.protocol.notices import ValidationOrder
 
@@ -116,9 +117,11 @@ class Membership:
             return []
         return self._epochs.give_up(late, "did not leave in time", now, for_good=True)
 
-    def progressed(self, iteration: int) -> None:
-        """A worker has told that this iteration is done."""
+    def progressed(self, iteration: int, page: Place | None = None) -> None:
+        """This iteration is done. `page`: up to which Megatron's log has come; None: that is not said."""
         self.state.job.progressed(iteration)
+        if page is not None:
+            self.state.job.pages.last = page
 
     def save_and_end(self, reason: str, now: float, unpublished: bool = False) -> list[Action]:
         """Have survivors save what they hold, since nothing better can be done, and end the job.

@@ -197,6 +197,11 @@ class State:
         return members - set(self.dead) - self.done
 
     @property
+    def awaits_time(self) -> bool:
+        """Whether time that passes may change anything."""
+        return self.left_s is not None or bool(self.departures.left_s) or self.reports.links.remembers
+
+    @property
     def plan_and_shape(self) -> tuple[ParallelPlan, JobShape]:
         """The plan in force and the job's sizes, which are known once training has begun."""
         assert self.plan is not None and self.job.shape is not None

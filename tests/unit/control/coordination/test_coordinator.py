@@ -3,21 +3,26 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import deque
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from replayed import replay
 
 from megatron_resihp.control import exit_codes
 from megatron_resihp.control.coordination import coordinator
 from megatron_resihp.control.coordination.actions import Limits
 from megatron_resihp.control.coordination.coordinator import Coordinator
+from megatron_resihp.control.coordination.decisions.entries import Entry, Step
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.plan import Chunk, Shard
+from megatron_resihp.planner import NoPlanError
 from megatron_resihp.protocol import published
 from megatron_resihp.protocol.job import JobDescription
+from megatron_resihp.protocol.logs import LogPage, LogsWanted, Place
 from megatron_resihp.protocol.messages import (
     MESSAGES,
     EmergencyCheckpointWritten,
@@ -66,6 +71,12 @@ class Played:
 
     def set_once(self, key: str, value: str) -> str:
         return self.values.setdefault(key, value)
+
+    def delete(self, key: str) -> None:
+        self.values.pop(key, None)
+
+    def delete_all(self, prefix: str) -> None:
+        """There are no keys of torch."""
 
 
 def injection(action: str, worker: int, struck_at: float) -> EventsReported:
@@ -229,3 +240,55 @@ def test_who_looks_for_stalls_is_asked_only_once_all_is_heard() -> None:
         on_heard=lambda: heard.append("all"),
     ).run()  # fmt: skip
     assert "drill" in heard[: heard.index("all")]
+
+
+def test_what_is_published_was_written_down_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coordinator that is killed has done nothing that can't be replayed."""
+    store = Played(*trained_until_a_death(), *REPORTED, *(ready(worker, 1) for worker in range(3)), END)
+    decisions: list[Entry] = []
+    published: list[str] = []
+
+    def put(key: str, value: str) -> str:
+        step = decisions[-1]
+        assert isinstance(step, Step)
+        kind = json.loads(value)["kind"]
+        assert kind in step.actions or kind == "JobEnd"
+        published.append(kind)
+        return store.values.setdefault(key, value)
+
+    monkeypatch.setattr(store, "set_once", put)
+    monkeypatch.setattr(store, "set", put)
+    ends_after(store, code=exit_codes.FAILED, write_decision=decisions.append)
+    assert published == ["EpochPlan", "Go", "EpochIsBroken", "EpochPlan", "Go", "JobEnds", "JobEnd"]
+    replay(decisions)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(ZeroDivisionError("a bug"), exit_codes.RETRY), (NoPlanError("none is left"), exit_codes.NO_PLAN)],
+)
+def test_what_the_planner_raised_needs_no_planner_to_be_replayed(error: Exception, code: int) -> None:
+    def next_plan(survivors: Any) -> Any:
+        raise error
+
+    decisions: list[Entry] = []
+    store = Played(*trained_until_a_death(), *REPORTED, saved(0))
+    ends_after(store, code, next_plan=next_plan, write_decision=decisions.append)
+    replay(decisions)
+
+
+def test_pages_and_iterations_are_told_by_what_comes_after_them() -> None:
+    """They are many, and decide nothing; what is decided next depends on them."""
+    step = {"event": "iteration", "time": 1.0, "epoch": 0, "worker": 1, "iteration": 7, "tokens": 1.0}
+    logs = [LogsWanted(3, None, None), *(LogPage(3, 0, number, 1.0) for number in (6, 7))]
+    *trained, death = trained_until_a_death()
+    decisions: list[Entry] = []
+    ends_after(
+        Played(*trained, *logs, EventsReported(1, (step,)), death, END),
+        code=exit_codes.FAILED, write_decision=decisions.append,
+    )  # fmt: skip
+    steps = [each for each in decisions if isinstance(each, Step)]
+    told = [(type(each.fed).__name__, each.reached, each.page) for each in steps if each.reached or each.page]
+    assert told == [("ProcessExited", 7, Place(0, 7))]
+    job = replay(decisions).state.job
+    assert (job.reached, job.pages.reached) == (7, Place(0, 7))

@@ -37,7 +37,7 @@ def headquarters(
     def run() -> int:
         raise error
 
-    monkeypatch.setattr(Headquarters, "_coordinator", lambda self, store: SimpleNamespace(run=run))
+    monkeypatch.setattr(Headquarters, "_coordinator", lambda self, store, decisions: SimpleNamespace(run=run))
     beside: Any = SimpleNamespace(close=lambda timeout_s: None)
     listener, events, ends = reserve("127.0.0.1", 0), Events(), queue.SimpleQueue[Ending]()
     address = Address("127.0.0.1", listener.getsockname()[1])

@@ -134,8 +134,7 @@ class TestLostNodes:
         assert published.plan.members == (0, 1)
 
     def test_workers_on_node_0_are_always_accounted_for(self) -> None:
-        job = Job(workers=3, pipeline=1, micro_batches=3).start()
-        job.state.joining.size = type(job.state.joining.size)(1, 3)
+        job = Job(workers=3, pipeline=1, micro_batches=3, per_node=3).start()
         job.kill(1)
         job.wait(LIMITS.report_s - 1.0)
         job.report(0)

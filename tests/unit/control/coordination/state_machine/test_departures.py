@@ -84,8 +84,9 @@ class TestDrainedByCommand:
         assert job.state.phase is Phase.RUNNING and not events(job.actions, "worker_dead")
 
     def test_a_worker_that_waits_for_a_plan_is_ended(self) -> None:
-        job = three_nodes().recover([5])
-        job.state.joining.waiting.add(11)
+        told = {"strategy": "joint", **REPLICA_PER_NODE}  # whose plans take a while
+        job = Job(workers=6, micro_batches=6).start_with(**told).recover([5])
+        job.come_back(11, **told)
         assert notice(WorkersGivenUp, drain(job, workers=(11,))) == WorkersGivenUp((11,), "told to leave", True)
         assert not job.state.joining.waiting
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from replayed import recorded
 
 from megatron_resihp.control import exit_codes
 from megatron_resihp.control.coordination.actions import (
@@ -24,7 +25,6 @@ from megatron_resihp.control.coordination.actions import (
     Reopen,
     Reply,
 )
-from megatron_resihp.control.coordination.state_machine.membership import Membership
 from megatron_resihp.control.coordination.state_machine.state import State
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.replanning.inventory import Survivors
@@ -87,11 +87,11 @@ class Job:
 
     def __init__(
         self, workers: int = 4, pipeline: int = 2, tensor: int = 1, micro_batches: int = 4, late_nodes: int = 0,
-        min_workers: int = 1,
+        min_workers: int = 1, per_node: int | None = None,
     ) -> None:  # fmt: skip
-        per_node = 2 if workers % 2 == 0 else 1
+        per_node = per_node or (2 if workers % 2 == 0 else 1)
         size, limits = JobSize(workers // per_node, per_node, late_nodes), replace(LIMITS, min_workers=min_workers)
-        self.membership = Membership(size, limits, self._plan)
+        self.membership = recorded(size, limits, self._plan)
         self.next_plan: NextPlan = uniform_or_less
         self.own = tuple(Chunk(stage, 3 * stage, 3 * stage + 3) for stage in range(pipeline))
         self.description = JobDescription(tensor, pipeline, micro_batches, self.own, 8, False, True)
@@ -1084,9 +1084,8 @@ class TestChangeByChoice:
         orders = ["F0.0 B0.0 F2.0 B2.0", "F2.1 B2.1 F0.1 B0.1"]
         asked = plan_of((((0,), (2,)), OTHER_LAYERS), (((1,), (3,)), OTHER_LAYERS)).to_dict()
         asked["replicas"][0]["schedule"] = {"name": "explicit", "orders": orders}
-        with monkeypatch.context() as patch:
-            patch.setattr(rules, "stuck_op", lambda *_: None)
-            actions = job.apply(asked)
+        monkeypatch.setattr(rules, "stuck_op", lambda *_: None)
+        actions = job.apply(asked)
         refused = only(Reply, actions).answer.reason
         assert "ops don't fit together: op B0.0 waits for an op that waits for it" in refused and "\n" not in refused
         assert events(actions, "change_refused") and not notices(actions)
@@ -1437,11 +1436,8 @@ class TestComingBack:
         assert only(Reopen, actions) == Reopen(1, (6, 11)), "ids that nobody has had"
 
     def test_a_plan_by_hand_can_give_it_work(self) -> None:
-        job = Job().start()
-        known = job.state.job
-        known.description = replace(known.described, strategy="joint")
-        job.recover([3])
-        assert not notices(job.come_back(7)), "the replanner will say what it is to do"
+        job = Job().start_with(strategy="joint").recover([3])
+        assert not notices(job.come_back(7, strategy="joint")), "the replanner will say what it is to do"
         job.apply(plan_of((((0,), (2,)), OTHER_LAYERS), (((1,), (7,)), OTHER_LAYERS), counts=(3, 1)))
         actions = job.leave(0, 1, 2)
         assert only(EpochPlan, actions).plan.working == (0, 2, 1, 7)

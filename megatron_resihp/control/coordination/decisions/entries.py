@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the log of decisions holds: how it began, and one step for each input of the state machine.
+
+State is the fold of these. What decides nothing is in none: pages of Megatron's log, events, and time that nothing
+waits for. Pure; may import `coding`, `plan`, `protocol`, `events` and this package's `state_machine`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, get_args
+
+from megatron_resihp.coding import Form, WrongValueError, decode, encode, omitted_if
+from megatron_resihp.control.coordination.actions import Action, Limits, Log, Notify, Reply
+from megatron_resihp.control.coordination.state_machine.membership import Input
+from megatron_resihp.control.job_size import JobSize
+from megatron_resihp.events.codec import UnusableEventError, plain, read_event
+from megatron_resihp.events.event import Event
+from megatron_resihp.events.nonfinite import jsonable
+from megatron_resihp.plan import Coordinate, ParallelPlan
+from megatron_resihp.protocol.logs import Place
+from megatron_resihp.protocol.wire import Kinds
+
+
+@dataclass(frozen=True)
+class Passed:
+    """Time in which all messages have been handled, while something waits for it."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CoordinatorFailed:
+    """The coordinator has failed, so that survivors save and the job ends; as of `Membership.save_and_end`."""
+
+    reason: str
+    unpublished: bool
+
+
+Fed = Input | Passed | CoordinatorFailed
+"""What the state machine is fed."""
+
+
+def _plain_event(event: Event) -> Any:
+    return jsonable(plain(event))
+
+
+def _read_event(value: Any) -> Event:
+    try:
+        return read_event(value if isinstance(value, Mapping) else {})
+    except UnusableEventError as error:
+        raise WrongValueError(f"is no event: {error}") from None
+
+
+def _one_of(*classes: type) -> Form:
+    """One of several dataclasses, with its name."""
+    named = {each.__name__: each for each in classes}
+
+    def to_plain(value: Any) -> dict[str, Any]:
+        return {"kind": type(value).__name__, "body": encode(value)}
+
+    def from_plain(value: Any) -> Any:
+        kind = value.get("kind") if isinstance(value, dict) else None
+        if kind not in named:
+            raise WrongValueError(f"is none of {', '.join(named)}")
+        return decode(named[kind], value.get("body"))
+
+    return Form(to_plain, from_plain)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The planner has made a plan. `told`: what the event log says of it."""
+
+    plan: ParallelPlan
+    told: tuple[Annotated[Event, Form(_plain_event, _read_event)], ...]
+
+
+@dataclass(frozen=True)
+class NotFound:
+    """The planner has made none. `missing`: what no survivor holds."""
+
+    reason: str
+    missing: tuple[Coordinate, ...]
+
+
+PlannerSaid = Found | NotFound
+
+
+@dataclass(frozen=True)
+class Began:
+    """A job has begun.
+
+    Attributes:
+        version: of this package.
+    """
+
+    version: str
+    size: JobSize
+    limits: Limits
+
+
+@dataclass(frozen=True)
+class Step:
+    """The state machine was fed something.
+
+    Attributes:
+        number: from 1, of this run's steps.
+        now: Unix time.
+        fed: what.
+        reached: the last iteration that had been finished before, if that was not said yet.
+        page: up to which page Megatron's log had come before, likewise.
+        answers: of the planner, in the order in which it was asked.
+        actions: what came out, by names.
+        digest: of all that came out; empty: nothing has.
+        error: what was raised instead.
+    """
+
+    number: int
+    now: float
+    fed: Annotated[Fed, _one_of(*get_args(Input), Passed, CoordinatorFailed)]
+    reached: int | None = omitted_if(None)
+    page: Place | None = omitted_if(None)
+    answers: tuple[Annotated[PlannerSaid, _one_of(Found, NotFound)], ...] = omitted_if(())
+    actions: tuple[str, ...] = omitted_if(())
+    digest: str = omitted_if("")
+    error: str | None = omitted_if(None)
+
+
+Entry = Began | Step
+ENTRIES: Final = Kinds[Entry](get_args(Entry), "a decision")
+
+
+def names_of(actions: Iterable[Action]) -> tuple[str, ...]:
+    """Actions in a word each."""
+    return tuple(_name(action) for action in actions)
+
+
+def digest_of(actions: Iterable[Action]) -> str:
+    """Of equal actions it is equal; of none it is empty."""
+    written = [[_name(action), _plain(action)] for action in actions]
+    return hashlib.sha256(json.dumps(written).encode()).hexdigest()[:16] if written else ""
+
+
+def _name(action: Action) -> str:
+    match action:
+        case Log(event):
+            return event.name
+        case Notify(notice):
+            return type(notice).__name__
+        case Reply(_, answer):
+            return type(answer).__name__
+        case _:
+            return type(action).__name__
+
+
+def _plain(action: Action) -> Any:
+    match action:
+        case Log(event):
+            return plain(event)
+        case Notify(notice):
+            return encode(notice)
+        case Reply(key, answer):
+            return [key, encode(answer)]
+        case _:
+            return encode(action)

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folds a log of decisions through a fresh state machine, and says where that decides otherwise than the run did.
+
+May import `plan`, `planner`, `events` and this package's modules.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from megatron_resihp.control.coordination.actions import Action
+from megatron_resihp.control.coordination.decisions.entries import (
+    Began,
+    Found,
+    NotFound,
+    PlannerSaid,
+    Step,
+    digest_of,
+    names_of,
+)
+from megatron_resihp.control.coordination.decisions.recorded import feed, told
+from megatron_resihp.control.coordination.state_machine.membership import Membership
+from megatron_resihp.control.replanning.inventory import Survivors
+from megatron_resihp.events.event import Event
+from megatron_resihp.plan import ParallelPlan
+from megatron_resihp.planner import NoPlanError
+
+
+class DifferenceError(Exception):
+    """A replay does what the run did not; the message names the step."""
+
+
+class _PlannerFailed(Exception):
+    """The planner had an error of its own; the text is as of `told`."""
+
+
+class Replay:
+    """A fresh state machine, which hears from the planner what the run heard.
+
+    Attributes:
+        membership: in the state that the steps so far have led to.
+    """
+
+    def __init__(self, began: Began) -> None:
+        self.membership = Membership(began.size, began.limits, self._plan)
+        self._answers: deque[PlannerSaid] = deque()
+        self._error: str | None = None
+
+    def fold(self, steps: Iterable[Step]) -> Iterator[tuple[Step, list[Action]]]:
+        """Each step, and what it decides.
+
+        Raises:
+            DifferenceError: at the first one that decides otherwise than in the run.
+        """
+        for step in steps:
+            yield step, self._take(step)
+
+    def _take(self, step: Step) -> list[Action]:
+        self._answers, self._error = deque(step.answers), step.error
+        self.membership.progressed(step.reached or 0, step.page)
+        actions: list[Action] = []
+        error = None
+        try:
+            actions = feed(self.membership, step.fed, step.now)
+        except _PlannerFailed as raised:
+            error = str(raised)
+        except Exception as raised:
+            error = told(raised)
+        if self._answers:
+            raise DifferenceError(f"{_at(step)}: the run asked the planner, the replay did not")
+        if (digest_of(actions), error) != (step.digest, step.error):
+            here, there = names_of(actions), step.actions
+            same = f"{_said(here, error)} with other contents" if (here, error) == (there, step.error) else ""
+            raise DifferenceError(
+                f"{_at(step)}: the run did {_said(there, step.error)}, the replay {same or _said(here, error)}"
+            )
+        return actions
+
+    def _plan(self, survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
+        match self._answers.popleft() if self._answers else None:
+            case Found(plan, events):
+                return plan, list(events)
+            case NotFound(reason, missing):
+                raise NoPlanError(reason, missing)
+        if self._error is not None:
+            raise _PlannerFailed(self._error)
+        raise LookupError("the run did not ask the planner here")
+
+
+def _at(step: Step) -> str:
+    return f"step {step.number} ({type(step.fed).__name__})"
+
+
+def _said(names: tuple[str, ...], error: str | None) -> str:
+    return f"fail with {error}" if error else ", ".join(names) or "nothing"
