@@ -5,6 +5,7 @@ Two nodes may lose each other while both reach node 0. Their connections are sil
 end only when they run out of time. May import `control` and `executor`.
 """
 
+import sys
 import threading
 import time
 from collections import Counter
@@ -40,6 +41,7 @@ class ReachWatch:
         self._one_of_each = one_of_each
         self._missed: Counter[int] = Counter()
         self._known: set[int] = set()
+        self._told = False
 
     def begin(self) -> None:
         """Look again and again, in a thread."""
@@ -56,6 +58,16 @@ class ReachWatch:
 
     def look(self, now: float) -> float:
         """Look once, which may take a few seconds; returns the seconds until the next look."""
+        try:
+            return self._look(now)
+        except OSError as error:
+            # Too many open files, or a name that can't be looked up for a while: it says nothing about the others.
+            if not self._told:
+                print(f"resihp: can't look for other workers now ({error}); trying again", file=sys.stderr, flush=True)
+            self._told = True
+            return LOOK_S
+
+    def _look(self, now: float) -> float:
         epoch = self._control.epoch
         if self._control.heard.broken():
             self._missed.clear()

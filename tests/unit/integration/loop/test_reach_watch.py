@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from megatron_resihp.protocol.messages import CommunicationFailed, Message
 class Control:
     """Answers what it is told to, one list of silent workers a look."""
 
-    def __init__(self, *silent: Sequence[int]) -> None:
+    def __init__(self, *silent: Sequence[int] | OSError) -> None:
         self.worker = 1
         self.epoch = 4
         self.is_broken = False
@@ -34,7 +35,10 @@ class Control:
         self.looks += 1
         # Worker 4 is still starting at the first look.
         self.known = frozenset(workers if self.looks > 1 else workers[:1])
-        return self._silent.pop(0)
+        answer = self._silent.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
 
     def tell(self, message: Message) -> None:
         self.told.append(message)
@@ -63,6 +67,12 @@ def test_who_is_silent_again_and_again_is_told(silent: Sequence[Sequence[int]], 
 def test_without_a_long_wait_others_are_looked_for_until_it_is_known_who_can_be_reached() -> None:
     control = Control([2], [])
     assert watched(control, lambda now: LONG_S - 0.1, 5) == [] and control.looks == 2
+
+
+def test_a_look_that_fails_counts_nothing_and_others_follow(capsys: pytest.CaptureFixture[str]) -> None:
+    full = OSError(errno.EMFILE, "Too many open files")
+    assert watched(Control([4], full, [4], full, [4]), lambda now: LONG_S, 5) == [LOST]
+    assert capsys.readouterr().err.count("Too many open files") == 1, "it is said once"
 
 
 def test_in_a_broken_epoch_nobody_is_looked_for() -> None:
