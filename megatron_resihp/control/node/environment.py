@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,6 +60,7 @@ OLDER_NAMES: Final[Mapping[str, str]] = {
     "NCCL_BLOCKING_WAIT": "TORCH_NCCL_BLOCKING_WAIT",
 }
 """torch still reads these, where the newer name is not set."""
+SYSTEMS_CONF: Final = Path("/etc/nccl.conf")
 _DIE: Final = "survivors may fault on the memory of a dead peer, and die with it"
 _ENDED: Final = "torch may end survivors when a peer dies"
 _ONE_BY_ONE: Final = "the host waits for the device, so nothing overlaps"
@@ -75,15 +77,44 @@ HARMFUL: Final[Mapping[tuple[str, str], tuple[str, str]]] = {
 cluster."""
 
 
-def warnings_of(inherited: Mapping[str, str] = os.environ) -> list[str]:
-    """One line for each setting that does harm."""
+def warnings_of(inherited: Mapping[str, str] = os.environ, system: Path = SYSTEMS_CONF) -> list[str]:
+    """One line for each setting that does harm, in the environment or in a file that NCCL takes settings from.
+
+    Args:
+        system: NCCL's file for the whole machine.
+    """
+    found = {name: (value, "") for name, value in inherited.items()}
+    for path in conf_files(inherited, system):
+        for name, value in settings_in(path).items():
+            found.setdefault(name, (value, f" in {path}"))
     lines = []
     for (name, value), (harm, mend) in HARMFUL.items():
         spellings = [name, *(old for old, new in OLDER_NAMES.items() if new == name)]
-        said = next((spelling for spelling in spellings if spelling in inherited), None)
-        if said is not None and inherited[said] == value:
-            lines.append(f"{said}={value}: {harm}; {mend}")
+        said = next((spelling for spelling in spellings if spelling in found), None)
+        if said is not None and found[said][0] == value:
+            lines.append(f"{said}={value}{found[said][1]}: {harm}; {mend}")
     return lines
+
+
+def conf_files(inherited: Mapping[str, str], system: Path) -> list[Path]:
+    """The files from which NCCL takes settings that the environment doesn't have; the first that has one counts."""
+    named = inherited.get("NCCL_CONF_FILE")
+    try:
+        users = Path(named) if named else Path(pwd.getpwuid(os.getuid()).pw_dir, ".nccl.conf")
+    except KeyError:  # a container's user may have no entry
+        return [system]
+    return [users, system]
+
+
+def settings_in(path: Path) -> dict[str, str]:
+    """NCCL's settings in one of its files, as NCCL reads them; none where it can't be read. Settings for torch or CUDA
+    in there come too late."""
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return {}
+    named = (line.partition("=") for line in reversed(lines) if line.startswith("NCCL_") and "=" in line)
+    return {name: value.strip() for name, _, value in named}  # the first of several counts
 
 
 def overruled(inherited: Mapping[str, str] = os.environ) -> list[str]:

@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import pwd
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.node.environment import JobEnvironment, overruled, warnings_of
@@ -11,6 +15,8 @@ from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.secret import fresh_secret
 
 STORE, SECRET = Address("localhost", 1), fresh_secret()
+ABSENT = Path("/absent/nccl.conf")
+DIES = "survivors may fault on the memory of a dead peer, and die with it"
 
 
 def test_a_worker_that_was_not_there_at_the_start_has_a_rank_of_the_first_world() -> None:
@@ -42,19 +48,61 @@ def test_what_recovery_needs_of_nccl_is_no_choice_of_the_user() -> None:
     assert (found["NCCL_DEBUG"], found["OMP_NUM_THREADS"]) == ("INFO", "4")
 
 
+def warnings_without_files(inherited: dict[str, str]) -> list[str]:
+    """This machine may have files of NCCL's."""
+    return warnings_of({"NCCL_CONF_FILE": str(ABSENT), **inherited}, ABSENT)
+
+
 def test_settings_that_recovery_suffers_from() -> None:
     """A user may have a reason for them, so they stay; but nobody should learn of it from a lost job."""
-    assert warnings_of({"NCCL_CUMEM_ENABLE": "1", "TORCH_DISTRIBUTED_DEBUG": "INFO"}) == []
-    (warning,) = warnings_of({"NCCL_CUMEM_ENABLE": "0"})
-    assert warning == "NCCL_CUMEM_ENABLE=0: survivors may fault on the memory of a dead peer, and die with it; unset it"
+    assert warnings_without_files({"NCCL_CUMEM_ENABLE": "1", "TORCH_DISTRIBUTED_DEBUG": "INFO"}) == []
+    (warning,) = warnings_without_files({"NCCL_CUMEM_ENABLE": "0"})
+    assert warning == f"NCCL_CUMEM_ENABLE=0: {DIES}; unset it"
+
+
+@pytest.fixture
+def system(tmp_path: Path) -> Path:
+    file = tmp_path / "nccl.conf"
+    file.write_text("# site\n\nNCCL_CUMEM_ENABLE=0\nNCCL_CUMEM_ENABLE=1\nNCCL_NVLS_ENABLE=1\nCUDA_LAUNCH_BLOCKING=1\n")
+    return file
+
+
+def test_settings_in_nccls_own_files_count_as_in_the_environment(system: Path) -> None:
+    """The first of several counts, and what torch or CUDA reads is read before these files are."""
+    assert warnings_of({"NCCL_CONF_FILE": str(ABSENT)}, system) == [
+        f"NCCL_CUMEM_ENABLE=0 in {system}: {DIES}; unset it",
+        f"NCCL_NVLS_ENABLE=1 in {system}: {DIES}; set it to 0",
+    ]
+
+
+def test_the_environment_counts_before_the_users_file_and_that_before_the_machines(
+    tmp_path: Path, system: Path
+) -> None:
+    users = tmp_path / "mine.conf"
+    users.write_text("NCCL_CUMEM_ENABLE=1\nNCCL_COMM_BLOCKING=0\n#NCCL_NVLS_ENABLE=0\n")
+    given = {"NCCL_CONF_FILE": str(users), "NCCL_NVLS_ENABLE": "0"}
+    (warning,) = warnings_of(given, system)
+    assert warning.startswith(f"NCCL_COMM_BLOCKING=0 in {users}: ")
+
+
+def test_without_a_name_for_it_the_users_file_is_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".nccl.conf").write_text("NCCL_CUMEM_ENABLE=0")
+    monkeypatch.setattr(pwd, "getpwuid", lambda user: SimpleNamespace(pw_dir=str(tmp_path)))
+    assert warnings_of({}, ABSENT) == [f"NCCL_CUMEM_ENABLE=0 in {tmp_path / '.nccl.conf'}: {DIES}; unset it"]
+
+    def nobody(user: int) -> None:
+        raise KeyError(user)
+
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    assert warnings_of({}, ABSENT) == []
 
 
 def test_older_names_count_where_the_newer_is_not_set() -> None:
     """As torch reads them."""
-    assert warnings_of({"NCCL_DESYNC_DEBUG": "1"}) == [
+    assert warnings_without_files({"NCCL_DESYNC_DEBUG": "1"}) == [
         "NCCL_DESYNC_DEBUG=1: torch may end survivors when a peer dies; unset it"
     ]
-    assert warnings_of({"NCCL_DESYNC_DEBUG": "1", "TORCH_NCCL_DESYNC_DEBUG": "0"}) == []
+    assert warnings_without_files({"NCCL_DESYNC_DEBUG": "1", "TORCH_NCCL_DESYNC_DEBUG": "0"}) == []
 
 
 def test_what_is_overruled_is_said() -> None:
