@@ -32,6 +32,8 @@ COLLECTIVES: Final = (
 """Methods of torch's groups that use the group's communicator."""
 PEER_TO_PEER: Final = ("send", "recv")
 """Methods that use a communicator of two ranks, but in a batch the group's."""
+ROOM: Final = 1 << 30
+"""Bytes to have free on the device before a communicator is made: more than one takes."""
 
 
 class NcclMeetings:
@@ -92,6 +94,8 @@ class NcclMeetings:
         device = torch.cuda.current_device()
 
         def greet() -> None:
+            torch.cuda.set_device(device)
+            _make_room()
             with _own_number(device) as number:
                 if peer is None:
                     work = backend.allreduce([number])
@@ -187,10 +191,17 @@ class _Meeting:
         self.over.set()
 
 
+def _make_room() -> None:
+    """NCCL takes its buffers from the device, not from torch's cached memory. Giving that back waits for the device, so
+    only where it must be."""
+    free, _ = torch.cuda.mem_get_info()
+    if free < ROOM:
+        torch.cuda.empty_cache()
+
+
 @contextmanager
 def _own_number(device: int) -> Iterator[torch.Tensor]:
     """A number on the device, on a stream that no training kernel waits for."""
-    torch.cuda.set_device(device)
     with torch.cuda.stream(torch.cuda.Stream()):
         yield torch.zeros(1, device=torch.device("cuda", device))
 

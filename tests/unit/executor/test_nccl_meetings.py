@@ -17,7 +17,7 @@ from megatron_resihp.executor.groups.communicators import Communicators
 from megatron_resihp.executor.groups.errors import is_communicator_error, is_out_of_memory
 from megatron_resihp.executor.groups.waiting import WaitAbandoned
 from megatron_resihp.executor.nccl import meetings as nccl_meetings
-from megatron_resihp.executor.nccl.meetings import NcclMeetings
+from megatron_resihp.executor.nccl.meetings import ROOM, NcclMeetings
 
 LIMIT_S = 10.0
 
@@ -96,6 +96,8 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(nccl_meetings, "_own_number", own_number)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (ROOM, 80 << 30))
 
 
 def made(monkeypatch: pytest.MonkeyPatch, group_class: type, backend: Backend, kind: str = "nccl", **of: Any) -> Any:
@@ -130,6 +132,26 @@ def test_two_meet_for_what_only_two_do(monkeypatch: pytest.MonkeyPatch, group_cl
     assert batched.backend.asked == ["meet all", "start", "recv 0", "end"]
     batched.recv(["tensor"], 0, 0)
     assert batched.backend.asked[4:] == ["be greeted by 0", "recv 0"]
+
+
+@pytest.mark.parametrize(("free", "frees"), [(ROOM - 1, True), (ROOM, False)])
+def test_what_torch_has_cached_makes_room_for_a_communicator(
+    monkeypatch: pytest.MonkeyPatch, group_class: type, free: int, frees: bool
+) -> None:
+    """On the thread that may hang, since that waits for the device."""
+    backend, here = Backend([]), threading.current_thread()
+
+    def empty_cache() -> None:
+        assert threading.current_thread() is not here
+        backend.asked.append("empty")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    NcclMeetings(lambda: False, lambda group: None).install(group_class)
+    group = made(monkeypatch, group_class, backend)
+    for _ in range(2):
+        group.allreduce(["tensor"])
+    assert backend.asked == ["empty"] * frees + ["meet all", "broadcast", "broadcast"]
 
 
 def test_groups_of_gloo_need_no_meeting(monkeypatch: pytest.MonkeyPatch, group_class: type) -> None:
