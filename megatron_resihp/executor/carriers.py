@@ -143,17 +143,16 @@ class DirectCarrier:
     Args:
         peers: of all workers of the plan.
         stage_group: torch's group of the members of this worker's stage, in tensor-parallel order; None if it is alone.
-        device: of all tensors.
     """
 
-    def __init__(self, peers: Peers, stage_group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self._peers, self._stage_group, self._device = peers, stage_group, device
+    def __init__(self, peers: Peers, stage_group: dist.ProcessGroup | None) -> None:
+        self._peers, self._stage_group = peers, stage_group
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
         """The group is connected."""
 
     def room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(*shape, dtype=dtype, device=self._device)
+        return self._peers.room(shape, dtype)
 
     def free(self, room: torch.Tensor) -> None:
         """torch does."""

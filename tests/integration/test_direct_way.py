@@ -63,10 +63,11 @@ def test_a_death_where_workers_wait_for_each_other(jobs: Jobs, tmp_path: Path, p
     assert not through_the_host(job)
 
 
-def test_after_an_error_all_go_on_through_the_host(jobs: Jobs, tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", ["uncarried", "roomless"], ids=["an operation fails", "too little memory"])
+def test_after_an_error_all_go_on_through_the_host(jobs: Jobs, tmp_path: Path, error: str) -> None:
     """It strikes one worker only, and no worker is lost. The plan is asked for once more after that."""
     asked = [(FOUR["unlike replicas"], 2), (FOUR["unlike replicas"], 9)]
-    job = run(jobs, tmp_path, *asked, script=WISHING, wishes=["uncarried-1-7"], **DIRECT)
+    job = run(jobs, tmp_path, *asked, script=WISHING, wishes=[f"{error}-1-7"], **DIRECT)
     plans = [ParallelPlan.from_dict(event["plan"]) for event in job.events("epoch_started")]
     assert [plan.not_uniform is not None for plan in plans] == [False, True, False, True]
     assert not job.events("worker_dead")

@@ -250,7 +250,7 @@ def run_case(
     routes = all_routes(plan, orders_of(plan), case.split, case.tokens)
     steps = (routes if peers is None else in_agreed_order(routes))[me]
     device = torch.device("cpu")
-    carrier: Carrier = DirectCarrier(peers, members.group, device) if peers is not None else HostCarrier(
+    carrier: Carrier = DirectCarrier(peers, members.group) if peers is not None else HostCarrier(
         me, world or dist.group.WORLD, {worker: worker for worker in plan.working}, members.group, device, waiter,
     )  # fmt: skip
     exchange = PieceExchange(me, carrier, (MICRO_BATCH, HIDDEN), DTYPE)

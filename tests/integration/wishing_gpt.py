@@ -2,9 +2,9 @@
 """scripts/pretrain_gpt.py with a forward step that does what files in RUN_DIR/wishes ask for: ACTION-WORKER-ITERATION.
 
 Actions: `oom` and `error` raise, `nan` spoils the output, `spoil` its gradient only, `hold` waits for the file `go_on`
-or, in iteration 7, for `go_on-7`, and `uncarried` lets the way between devices fail from then on. `grip` keeps the
-interpreter's lock, as a call does that hangs behind a dead peer's kernel: no other thread runs. `hold` and `grip` make
-the file `begun-WORKER-ITERATION` first. `ACTION-degree-2` is
+or, in iteration 7, for `go_on-7`. From then on, `uncarried` lets the way between devices fail, and with `roomless` it
+has no memory for what crosses. `grip` keeps the interpreter's lock, as a call does that hangs behind a dead peer's
+kernel: no other thread runs. `hold` and `grip` make the file `begun-WORKER-ITERATION` first. `ACTION-degree-2` is
 done in every stage of two members, and with `lasting-ACTION-degree-2` in such a stage's first iteration, whatever stage
 the worker is in when it is redone.
 In an iteration that Megatron runs again, `again` dies by SIGKILL.
@@ -69,6 +69,8 @@ def forward_step(*positional: Any) -> Any:
         ctypes.PyDLL(None).system(f"touch {begun()}; exec sleep {GRIP_S}".encode())
     if wished("uncarried"):
         GlooPeers.exchange = refuse  # type: ignore[method-assign]
+    if wished("roomless"):
+        GlooPeers.room = run_out  # type: ignore[method-assign]
     if wished("again") and get_rerun_state_machine().state is RerunState.RERUNNING_IN_PLACE:
         os.kill(os.getpid(), signal.SIGKILL)
     output, loss_function = plain_forward_step(*positional)
@@ -81,6 +83,10 @@ def forward_step(*positional: Any) -> Any:
 
 def refuse(*positional: Any) -> NoReturn:
     raise RuntimeError("no such luck")
+
+
+def run_out(*positional: Any) -> NoReturn:
+    raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 def doubt(loss_function: Callable[..., Any], output: torch.Tensor) -> Any:

@@ -37,6 +37,10 @@ class Peers(Protocol):
         """Make what the first operation needs; all workers call it together."""
         ...
 
+    def room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Memory of the device to receive into."""
+        ...
+
     def exchange(self, sends: Parts, receives: Parts) -> Pending:
         """Begin to send and receive, all at once: none of them waits for another one. With each peer, parts are
         received in the order in which they are sent."""
@@ -48,6 +52,9 @@ class GlooPeers(SideGroup):
 
     def connect(self) -> None:
         """Gloo connects two workers when they first meet."""
+
+    def room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype)
 
     def exchange(self, sends: Parts, receives: Parts) -> Pending:
         send, receive = self._group.send, self._group.recv
@@ -83,6 +90,9 @@ class NcclPeers:
     def connect(self) -> None:
         number = torch.zeros(1, device="cuda")
         self._group.allreduce([number]).wait()
+
+    def room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="cuda")
 
     def exchange(self, sends: Parts, receives: Parts) -> Pending:
         device = torch.device("cuda")

@@ -41,7 +41,7 @@ def _sum(flat: torch.Tensor, of: SliceSum, peers: Peers, me: int) -> None:
     own = parts.get(me)
     if of.collecting(me):
         assert own is not None
-        theirs = {worker: torch.empty_like(own) for worker in of.collecting(me)}
+        theirs = {worker: peers.room(own.shape, own.dtype) for worker in of.collecting(me)}
         sends = [(parts[worker], worker) for worker in of.collecting(me)]
         _exchange(peers, sends, [(part, worker) for worker, part in theirs.items()])
         first, *others = (own.clone() if worker == me else theirs[worker] for worker in of.contributors)

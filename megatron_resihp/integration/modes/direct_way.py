@@ -5,13 +5,14 @@ A worker on which the way between devices has failed, though all of its peers li
 that follows the error goes through the host. May import torch, `executor` and this package.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from megatron_resihp.executor.direct.peers import Parts, Peers, Pending
+from megatron_resihp.executor.groups.errors import is_out_of_memory
 from megatron_resihp.executor.groups.side_group import SideGroup
 
 
@@ -51,7 +52,7 @@ def can_carry(backend: str) -> bool:
 
 
 class WatchedPeers:
-    """Peers whose errors are noted.
+    """Peers whose errors are noted, and so is memory that runs out for them: the host's way takes less of the device.
 
     Args:
         failed: called at each error.
@@ -63,15 +64,34 @@ class WatchedPeers:
     def connect(self) -> None:
         self._watch(self._peers.connect)
 
+    def room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return self.taking_memory(lambda: self._peers.room(shape, dtype))
+
     def exchange(self, sends: Parts, receives: Parts) -> Pending:
         return _Watched(self._watch(lambda: self._peers.exchange(sends, receives)), self._watch)
+
+    def taking_memory(self, call: Callable[[], Any]) -> Any:
+        """Make a call that takes memory of the device for what is exchanged.
+
+        Raises:
+            DirectWayFailed: there is too little. Other errors are the call's own.
+        """
+        try:
+            return call()
+        except Exception as error:
+            if is_out_of_memory(error):
+                self._fail(error)
+            raise
 
     def _watch(self, call: Callable[[], Any]) -> Any:
         try:
             return call()
         except Exception as error:
-            self._failed()
-            raise DirectWayFailed(f"a tensor could not cross between devices ({type(error).__name__})") from error
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> NoReturn:
+        self._failed()
+        raise DirectWayFailed(f"a tensor could not cross between devices ({type(error).__name__})") from error
 
 
 class _Watched:

@@ -19,7 +19,6 @@ from torch.distributed.constants import default_pg_timeout
 
 from megatron_resihp.config import DEVICE
 from megatron_resihp.executor.direct.order import SliceSum, slice_sums
-from megatron_resihp.executor.direct.peers import Peers
 from megatron_resihp.executor.direct.sums import sum_between_devices
 from megatron_resihp.executor.gloo.groups_ahead import WorldGroup
 from megatron_resihp.executor.groups.side_group import MakeSideGroup
@@ -84,7 +83,7 @@ class HeterogeneousMode(Mode):
         self.averaging = averaging_of(runtime, 1)  # sums by slices are not divided
         self._buckets = make_buckets(view.shares.holders, view.worker, make_group)
         self._runtime = runtime
-        self._direct: Peers | None = None
+        self._direct: WatchedPeers | None = None
         self._tokens: Any = 0.0
 
     def close(self) -> None:
@@ -178,10 +177,11 @@ class HeterogeneousMode(Mode):
         if self.view.works:
             sum_inside_stage(model)
         views = summed_views(model, shares)
-        if self._direct is None:
-            sum_gradients(self._buckets, views, shares.contributed)
+        direct, counted = self._direct, shares.contributed
+        if direct is None:
+            sum_gradients(self._buckets, views, counted)
         else:
-            sum_between_devices(self._sums, views, shares.contributed, self._direct, self.view.worker)
+            direct.taking_memory(lambda: sum_between_devices(self._sums, views, counted, direct, self.view.worker))
         if self.averaging.per_token:
             divide_by_tokens(model, self.everybody, float(self._tokens))
 

@@ -224,7 +224,7 @@ def make_exchange(
     alone = len(view.peers) == 1
     carrier: Carrier
     if direct is not None:
-        carrier = DirectCarrier(direct, None if alone else stage, device)
+        carrier = DirectCarrier(direct, None if alone else stage)
     else:
         carrier = HostCarrier(
             view.worker, everybody, rank_of, None if alone else on_host, device, communicators.host_waiter

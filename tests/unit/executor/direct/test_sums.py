@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import random
 from collections import defaultdict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from unittest.mock import patch
@@ -37,6 +38,9 @@ class QueuedPeers:
         self.bytes_sent = 0
 
     def connect(self) -> None: ...
+
+    def room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype)
 
     def exchange(self, sends: Parts, receives: Parts) -> _Later:
         for tensor, worker in sends:

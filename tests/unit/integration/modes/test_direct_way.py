@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_resihp.executor.carriers import DirectCarrier
 from megatron_resihp.executor.direct.peers import Parts, Pending
 from megatron_resihp.executor.groups.errors import is_communicator_error
+from megatron_resihp.integration.modes import heterogeneous
 from megatron_resihp.integration.modes.direct_way import DirectTrials, DirectWayFailed, WatchedPeers, agreed_to_use
 from megatron_resihp.integration.modes.heterogeneous import HeterogeneousMode
 
@@ -22,6 +25,9 @@ class Broken:
         self._error, self._begins = error, begins
 
     def connect(self) -> None:
+        raise self._error
+
+    def room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         raise self._error
 
     def exchange(self, sends: Parts, receives: Parts) -> Pending:
@@ -57,6 +63,41 @@ def test_errors_are_noted_and_lead_to_another_epoch(begins: bool) -> None:
         peers.exchange((), ()).wait()
     assert noted == ["failed"] and failed.value.__cause__ is error
     assert is_communicator_error(failed.value), "the host's way may have what the device lacks"
+
+
+def watched_mode(peers: Any, noted: list[str]) -> Any:
+    mode: Any = object.__new__(HeterogeneousMode)
+    mode.view = SimpleNamespace(worker=0, works=False, shares=SimpleNamespace(contributed=set()))
+    mode.averaging = SimpleNamespace(per_token=False)
+    mode._direct, mode._sums = WatchedPeers(peers, lambda: noted.append("failed")), ()
+    mode._runtime = SimpleNamespace(reach=lambda place: None, held=SimpleNamespace(live=SimpleNamespace(model=[])))
+    return mode
+
+
+TAKING: dict[str, Callable[[Any], object]] = {
+    "a message": lambda mode: DirectCarrier(mode._direct, None).room((2, 3), torch.float32),
+    "a sum": lambda mode: mode.share_gradients(),
+}
+
+
+@pytest.mark.parametrize("take", TAKING.values(), ids=TAKING)
+@pytest.mark.parametrize("full", [True, False], ids=["too little memory", "another error"])
+def test_too_little_memory_for_what_crosses_leads_to_the_hosts_way(
+    monkeypatch: pytest.MonkeyPatch, take: Callable[[Any], object], full: bool
+) -> None:
+    """There it takes less of the device. An error of the program's stays what it is."""
+    error = torch.OutOfMemoryError("CUDA out of memory") if full else ValueError("a shape")
+    noted: list[str] = []
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(heterogeneous, "summed_views", lambda *_: {})
+    monkeypatch.setattr(heterogeneous, "sum_between_devices", fail)
+    with pytest.raises(DirectWayFailed if full else ValueError) as failed:
+        take(watched_mode(Broken(error), noted))
+    assert is_communicator_error(failed.value) is full
+    assert noted == ["failed"] * full
 
 
 def test_one_worker_that_is_against_it_is_enough() -> None:
