@@ -120,16 +120,19 @@ class HeterogeneousMode(Mode):
         args, (own, peers) = self._runtime.job.args, ranks_of_stage(self.view)
         world = world_group(args, len(self.view.rank_order))
         stage = WorldGroup(tuple(sorted(peers)), default_pg_timeout)
+        alone = WorldGroup((own,), default_pg_timeout)
         if args.distributed_backend == GLOO:
-            return [world, WorldGroup((own,), default_pg_timeout), stage]
-        return [world._replace(timeout=default_pg_timeout), stage]  # groups beside NCCL's, for host tensors
+            return [world, alone, stage]
+        # Groups beside NCCL's, for host tensors.
+        singletons = [alone] if self._runtime.setup.groups.on_host(args.distributed_backend) else []
+        return [*singletons, world._replace(timeout=default_pg_timeout), stage]
 
     def build_groups(self) -> None:
         runtime, view = self._runtime, self.view
         runtime.setup.sizes.replace(view)
         if view.reports:
             _tell_of_lost_overlap(runtime.setup.sizes.own(runtime.job.args))
-        runtime.setup.groups.replace(view)
+        runtime.setup.groups.replace(view, runtime.job.args.distributed_backend)
         rows, _ = boundary_of(runtime.job.args, runtime.job.args.micro_batch_size)
         direct = self._direct is not None
         self._routes = training_routes(view, runtime.job.own.sequence_parallel, rows, direct)

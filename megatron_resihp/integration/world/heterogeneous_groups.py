@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
+from megatron_resihp.integration.world.group_needs import GLOO
 from megatron_resihp.integration.world.heterogeneous import HeterogeneousView
 from megatron_resihp.plan import Chunk
 
@@ -46,14 +47,25 @@ class MegatronGroups:
         self._groups = [name for name, value in state.items() if re.fullmatch(r"_[A-Z_]*GROUP[A-Z_]*", name) and value]
         self._ranks = [name for name, value in state.items() if re.fullmatch(r"_[A-Z_]*RANKS[A-Z_]*", name) and value]
 
-    def replace(self, view: HeterogeneousView) -> None:
-        """Fill the table for a heterogeneous plan; the world of its working workers has been joined."""
+    def on_host(self, backend: str) -> list[str]:
+        """Those that Megatron expects to carry host tensors, where groups of this backend don't."""
+        return [] if backend == GLOO else [name for name in self._groups if GLOO in name.lower()]
+
+    def replace(self, view: HeterogeneousView, backend: str) -> None:
+        """Fill the table for a heterogeneous plan; the world of its working workers has been joined.
+
+        Args:
+            backend: of groups that ask for none.
+        """
         own, peers = ranks_of_stage(view)
-        # Two, also where no other worker is in the stage: torch names a group by how many its member has made before,
-        # and all members of those that follow must have made as many.
+        # As many on all workers, also where no other worker is in the stage: torch names a group by how many its member
+        # has made before, and all members of those that follow must have made as many.
         alone = dist.new_group([own], use_local_synchronization=True)
         together = dist.new_group(peers, use_local_synchronization=True)
         self.stand_in(together, alone)
+        if on_host := self.on_host(backend):
+            group = dist.new_group([own], backend=GLOO, use_local_synchronization=True)
+            vars(parallel_state).update(dict.fromkeys(on_host, group))
         for name in self._ranks:
             spans = name in ("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS", "_MODEL_PARALLEL_GLOBAL_RANKS")
             setattr(parallel_state, name, peers if spans else [own])
