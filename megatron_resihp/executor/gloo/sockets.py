@@ -3,7 +3,9 @@
 
 torch 2.15's gloo has no abort: a collective that waits for a stopped or hung peer waits until its timeout. But gloo
 notices a dead peer at once, because its connections end. So we end our own: shutting a socket down makes gloo fail
-every operation on it. Gloo's sockets are recognised by their ports: one end is always a gloo listener.
+every operation on it. Gloo's sockets are recognised by their ports: one end is always a gloo listener, whose address
+gloo publishes. NCCL's must be left alone: its proxy frees memory of the device as soon as it finds its connections
+ended after an abort, even where kernels still use that memory, which then fault.
 
 Only receiving is shut, and a duplicate keeps the connection open when gloo closes its end. Gloo notices a moment later,
 on its own thread. Until then all sends, here or by the peer, must still succeed: gloo forgets a send that fails before
@@ -49,25 +51,25 @@ def identities() -> set[str]:
     return {identity for identity, _ in tcp_sockets()}
 
 
-def listening_ports(except_for: set[str]) -> list[int]:
-    """Ports that this process listens on through sockets that are not in `except_for`."""
-    return [tcp.getsockname()[1] for _, tcp in tcp_sockets(except_for) if _listens(tcp)]
+def ports(published: Iterable[bytes]) -> set[int]:
+    """The ports in values that gloo groups have published; other values count for nothing."""
+    return {_published_port(value) for value in published} - {0}
 
 
 def listeners(published: Iterable[bytes], except_for: set[str]) -> set[str]:
     """The listening sockets of gloo groups, given the groups' published values; never one of `except_for`."""
-    ports = {_published_port(value) for value in published}
-    return {identity for identity, tcp in tcp_sockets(except_for) if _listens(tcp) and tcp.getsockname()[1] in ports}
+    own = ports(published)
+    return {identity for identity, tcp in tcp_sockets(except_for) if _listens(tcp) and tcp.getsockname()[1] in own}
 
 
 def at_ports(published: Iterable[bytes]) -> set[str]:
     """The listening sockets of gloo groups, given the groups' published values, and the connections made to them."""
-    ports = {_published_port(value) for value in published}
-    return {identity for identity, tcp in tcp_sockets() if tcp.getsockname()[1] in ports}
+    own = ports(published)
+    return {identity for identity, tcp in tcp_sockets() if tcp.getsockname()[1] in own}
 
 
-def end_receiving(except_for: set[str], ports: set[int] | None) -> dict[str, socket.socket]:
-    """End receiving on connections that are not in `except_for` and have an end at one of `ports` (None: all of them).
+def end_receiving(except_for: set[str], listening: set[int]) -> dict[str, socket.socket]:
+    """End receiving on connections that are not in `except_for` and have an end at one of these ports.
 
     Returns:
         by identity, the duplicate that keeps each connection open; close it once all peers have ended theirs.
@@ -77,7 +79,7 @@ def end_receiving(except_for: set[str], ports: set[int] | None) -> dict[str, soc
         if identity in kept or _listens(tcp):
             continue
         try:
-            if ports is None or tcp.getsockname()[1] in ports or tcp.getpeername()[1] in ports:
+            if tcp.getsockname()[1] in listening or tcp.getpeername()[1] in listening:
                 tcp.shutdown(socket.SHUT_RD)
                 # It also makes gloo's socket blocking, so a send under way finishes; else gloo would queue and forget
                 # its rest.
@@ -119,7 +121,8 @@ def stand_in(sought: Iterable[tuple[bytes, int]], except_for: set[str]) -> int:
 
 
 def _published_port(published: bytes) -> int:
-    """The port in the value that gloo writes to the store: length and name of the host, length and socket address."""
+    """The port in the value that gloo writes to the store: length and name of the host, length and socket address. 0:
+    the value is something else, such as NCCL's id."""
     port_at = WORD + int.from_bytes(published[:WORD], sys.byteorder) + WORD + FAMILY
     return int.from_bytes(published[port_at : port_at + 2], "big")
 

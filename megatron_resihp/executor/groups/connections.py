@@ -51,7 +51,7 @@ class Connections:
 
     def ports(self) -> list[int]:
         """Ports at which this worker's gloo groups listen."""
-        return gloo_sockets.listening_ports(self._foreign)
+        return [] if self.store is None else sorted(gloo_sockets.ports(self.store.published))
 
     def narrow(self, peer_ports: set[int]) -> None:
         """From now on only connections that have an end at one of these ports are cut on abort."""
@@ -101,9 +101,13 @@ class Connections:
 
     def _start_abort(self) -> None:
         self._nccl.start()
-        self._kept_open |= gloo_sockets.end_receiving(self._foreign | self._kept_open.keys(), self._peer_ports)
-        if self.store is not None:
-            gloo_sockets.stand_in(self.store.take_sought(), self._foreign)
+        if self.store is None:
+            return
+        ports = self._peer_ports
+        if ports is None:
+            ports = gloo_sockets.ports([*self.store.published, *self.store.heard])
+        self._kept_open |= gloo_sockets.end_receiving(self._foreign | self._kept_open.keys(), ports)
+        gloo_sockets.stand_in(self.store.take_sought(), self._foreign)
 
     def _end_abort(self) -> None:
         """Without the lock: NCCL may take seconds, in which another thread must be able to abort its communicator."""

@@ -33,12 +33,18 @@ class InterruptibleStore(dist.Store):
         self._interrupted = interrupted
         self._timeout = timedelta(minutes=10)
         self._published: dict[str, bytes] = {}
+        self._heard: set[bytes] = set()
         self._sought: dict[str, None] = {}
 
     @property
     def published(self) -> list[bytes]:
         """The values that this process has published about itself, one per group."""
         return list(self._published.values())
+
+    @property
+    def heard(self) -> set[bytes]:
+        """The values that other processes have published about themselves, of those that this process asked for."""
+        return set(self._heard)
 
     def take_sought(self) -> list[tuple[bytes, int]]:
         """Peers that groups of this process have begun to connect to; gloo connects when it first needs a peer.
@@ -65,7 +71,9 @@ class InterruptibleStore(dist.Store):
         # Recorded before the check for a broken epoch, so that an abort finds every peer that passes the check.
         self._sought[key] = None
         self.wait([key])
-        return self._inner.get(key)
+        value = self._inner.get(key)
+        self._heard.add(value)
+        return value
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         deadline = time.monotonic() + (timeout or self._timeout).total_seconds()

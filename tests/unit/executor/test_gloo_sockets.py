@@ -31,9 +31,9 @@ class Network:
         server = self._stack.enter_context(listener.accept()[0])
         return client, server
 
-    def end(self, ports: set[int] | None) -> dict[str, socket.socket]:
-        """End receiving on what is not foreign."""
-        kept = gloo_sockets.end_receiving(self.foreign, ports)
+    def end(self, *listeners: socket.socket) -> dict[str, socket.socket]:
+        """End receiving on what is not foreign and has an end at one of these listeners."""
+        kept = gloo_sockets.end_receiving(self.foreign, set(map(port, listeners)))
         for connection in kept.values():
             self._stack.enter_context(connection)
         return kept
@@ -47,6 +47,12 @@ def network() -> Iterator[Network]:
 
 def port(listener: socket.socket) -> int:
     return int(listener.getsockname()[1])
+
+
+def published(listener: socket.socket) -> bytes:
+    """What gloo writes to the store."""
+    address = b"\x02\x00" + port(listener).to_bytes(2, "big") + bytes(12)
+    return b"".join(len(part).to_bytes(8, sys.byteorder) + part for part in (b"host", address))
 
 
 def works(connection: tuple[socket.socket, socket.socket]) -> bool:
@@ -72,14 +78,15 @@ def test_only_connections_with_an_end_at_a_port(network: Network) -> None:
     gloo, other = network.listen(), network.listen()
     cut, left = network.connect(gloo), network.connect(other)
     # Both ends are in this process: each counts.
-    assert len(network.end({port(gloo)})) == 2
+    assert len(network.end(gloo)) == 2
     assert has_ended(cut[0]) and has_ended(cut[1]) and works(left)
 
 
 def test_sends_succeed_until_all_have_ended_theirs(network: Network) -> None:
     """Gloo closes its end when it notices; it forgets a send that fails before it has."""
-    client, server = network.connect(network.listen())
-    kept = network.end(None)
+    gloo = network.listen()
+    client, server = network.connect(gloo)
+    kept = network.end(gloo)
     client.close()
     for _ in range(3):
         server.sendall(b"x")
@@ -91,45 +98,45 @@ def test_sends_succeed_until_all_have_ended_theirs(network: Network) -> None:
 
 
 def test_what_is_kept_is_not_ended_again(network: Network) -> None:
-    network.connect(network.listen())
-    kept = network.end(None)
-    assert not gloo_sockets.end_receiving(network.foreign | kept.keys(), None)
+    gloo = network.listen()
+    network.connect(gloo)
+    kept = network.end(gloo)
+    assert not gloo_sockets.end_receiving(network.foreign | kept.keys(), {port(gloo)})
 
 
 def test_sends_under_way_go_on(network: Network) -> None:
     """Gloo queues what it can't send at once, and forgets it when the connection ends."""
-    client, _ = network.connect(network.listen())
+    gloo = network.listen()
+    client, _ = network.connect(gloo)
     client.setblocking(False)
-    network.end(None)
+    network.end(gloo)
     assert os.get_blocking(client.fileno())
 
 
 def test_listeners_by_what_they_have_published(network: Network) -> None:
     """Length and name of the host, length and socket address."""
     mine, other = network.listen(), network.listen()
-    address = b"\x02\x00" + port(mine).to_bytes(2, "big") + bytes(12)
-    published = b"".join(len(part).to_bytes(8, sys.byteorder) + part for part in (b"host", address))
-    found = gloo_sockets.listeners([published], network.foreign)
+    found = gloo_sockets.listeners([published(mine)], network.foreign)
     assert found == {id_ for id_, tcp in gloo_sockets.tcp_sockets() if tcp.getsockname() == mine.getsockname()}
     assert port(other) != port(mine)
-    assert not gloo_sockets.listeners([published], gloo_sockets.identities())
+    assert not gloo_sockets.listeners([published(mine)], gloo_sockets.identities())
 
 
 def test_listeners_go_on_listening(network: Network) -> None:
     gloo = network.listen()
     network.connect(gloo)
-    network.end({port(gloo)})
+    network.end(gloo)
     assert works(network.connect(gloo))
 
 
 def test_what_was_there_before_is_left_alone(network: Network) -> None:
-    """The store and the liveness connection, even where no ports are known yet."""
-    store = network.listen()
-    to_store = network.connect(store)
+    """Groups of another epoch, whose listener may have the number of one that is gone."""
+    gloo = network.listen()
+    early = network.connect(gloo)
     foreign = gloo_sockets.identities()
-    to_peer = network.connect(network.listen())
-    assert len(gloo_sockets.end_receiving(foreign, None)) == 2
-    assert works(to_store) and has_ended(to_peer[0])
+    late = network.connect(gloo)
+    assert len(gloo_sockets.end_receiving(foreign, {port(gloo)})) == 2
+    assert works(early) and has_ended(late[0])
 
 
 def test_one_end_is_enough(network: Network) -> None:
@@ -143,13 +150,10 @@ def test_one_end_is_enough(network: Network) -> None:
     assert server.recv(1) == b"x"
 
 
-def test_ports_that_were_opened_since(network: Network) -> None:
-    early = network.listen()
-    foreign = gloo_sockets.identities()
-    late = [network.listen(), network.listen()]
-    network.connect(early)
-    network.connect(late[0])
-    assert sorted(gloo_sockets.listening_ports(foreign)) == sorted(port(listener) for listener in late)
+def test_ports_by_what_groups_have_published(network: Network) -> None:
+    """What is no address of gloo's, such as NCCL's id, counts for nothing."""
+    gloo = network.listen()
+    assert gloo_sockets.ports([published(gloo), bytes(range(1, 129)), b"", b"gpu3"]) == {port(gloo)}
 
 
 def test_other_kinds_of_sockets_and_files(network: Network) -> None:
@@ -159,7 +163,7 @@ def test_other_kinds_of_sockets_and_files(network: Network) -> None:
         stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
         stack.enter_context(open("/dev/null"))
         assert gloo_sockets.identities() == network.foreign
-        assert not network.end(None)
+        assert not network.end()
         assert works((pair[0], pair[1]))
 
 
@@ -169,7 +173,7 @@ def test_sockets_without_a_peer_do_not_stop_the_rest(network: Network) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM):
         first, second = network.connect(gloo), network.connect(gloo)
         first[0].close()
-        network.end({port(gloo)})
+        network.end(gloo)
         assert has_ended(second[0])
 
 
@@ -178,7 +182,6 @@ def test_nothing_is_left_open(network: Network) -> None:
     client, server = network.connect(network.listen())
     for _ in range(3):
         gloo_sockets.identities()
-        gloo_sockets.listening_ports(set())
     client.close()
     server.settimeout(5.0)
     assert server.recv(1) == b""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -71,6 +72,34 @@ def test_who_begins_after_the_end(members: list[Summing]) -> None:
     late.sum()
     assert late.error is not None
     assert late.leave() == 0
+
+
+def test_only_gloos_connections_are_cut(members: list[Summing]) -> None:
+    """NCCL's proxies free memory that kernels still use, if their connections end while their flags are up."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as proxy,
+        listener.accept()[0] as other_end,
+    ):
+        threads = [threading.Thread(target=member.sum) for member in members]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT_S)
+        for member in members:
+            assert listener.getsockname()[1] not in member.communicators.connections.ports()
+            member.broken.set()
+            member.communicators.connections.abort()
+        for end in (proxy, other_end):
+            end.setblocking(False)
+            with pytest.raises(BlockingIOError):  # it would receive the end of what there is
+                end.recv(1)
+    for member in members:
+        with pytest.raises(RuntimeError):
+            assert member.group is not None
+            member.group.sum(torch.ones(1))
+    close_what_is_kept_open(*members)
+    assert [member.leave() for member in members] == [0, 0]
 
 
 def test_no_group_is_made_in_a_broken_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
