@@ -22,7 +22,10 @@ BROADCASTS = 5
 """Tensors of a micro-batch."""
 WARM_UP, ROUNDS = 20, 200
 HIDDEN = 4096
-"""Side of the square matrices that stand for a layer's work on a GPU."""
+"""Tokens of a micro-batch, and width of a layer, on a GPU."""
+FORWARD_PRODUCTS = 12
+"""Products of square matrices in a layer's forward pass: 4 for attention, 8 for the MLP. Its backward pass has twice as
+many."""
 
 
 class Worker:
@@ -30,10 +33,10 @@ class Worker:
 
     Args:
         wrapped: whether the probes are in between.
-        work: stands for an op's work.
+        work: runs this many products of a layer.
     """
 
-    def __init__(self, wrapped: bool, work: Callable[[], None]) -> None:
+    def __init__(self, wrapped: bool, work: Callable[[int], None]) -> None:
         from megatron_resihp.integration.probes import patches
         from megatron_resihp.integration.probes.probe_clock import make_clock
         from megatron_resihp.integration.probes.probes import Probes
@@ -85,17 +88,17 @@ class Worker:
     def _plain_forward(self, *_: Any, **__: Any) -> Any:
         for _number in range(BROADCASTS):
             self._broadcast(None, 0, group=self.probes.ops.tp_group)
-        self._run_op()
+        self._run_op(FORWARD_PRODUCTS)
         return [self._tensors[1]], None
 
     def _plain_backward(self, *_: Any) -> Any:
-        self._run_op()
+        self._run_op(2 * FORWARD_PRODUCTS)
         return [self._tensors[3]]
 
-    def _run_op(self) -> None:
+    def _run_op(self, products: int) -> None:
         for _ in range(COLLECTIVES):
             self._collective(None, group=self.probes.ops.tp_group)
-        self._work()
+        self._work(LAYERS * products)
 
 
 class _Request:
@@ -136,17 +139,17 @@ def measure_probes() -> dict[str, Any]:
     return result
 
 
-def _no_work() -> None:
+def _no_work(products: int) -> None:
     pass
 
 
-def _gpu_work() -> Callable[[], None]:
+def _gpu_work() -> Callable[[int], None]:
     import torch
 
     left = torch.randn(HIDDEN, HIDDEN, device="cuda", dtype=torch.bfloat16)
 
-    def work() -> None:
-        for _ in range(4 * LAYERS):
+    def work(products: int) -> None:
+        for _ in range(products):
             torch.matmul(left, left)
 
     return work

@@ -8,25 +8,18 @@ a recovery. Imports the standard library; the processes run `abort_worker.py`.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
-from setting import Row, Setting, end_all, python
+from setting import Row, Setting
+from workers import run_workers
 
 WORLD: Final = 3
 ABORT_S: Final = 5.0
 """The longest that an abort may take."""
 LEFT_MIB: Final = 200
 """The most device memory that may be missing afterwards."""
-PROCESS_S: Final = 60.0
-REHEARSED_PROCESS_S: Final = 240.0
-"""Importing torch alone may take a minute on few cores."""
 
 
 @dataclass(frozen=True)
@@ -65,59 +58,15 @@ ON_CPU: Final = ("first-hangs", "two-hang", "peer-stopped")
 """Those that are not the same, or impossible, with gloo."""
 
 
-def run(setting: Setting) -> Iterator[Row]:
-    names = [name for name in CASES if not setting.stand_in or name in ON_CPU]
-    yield from setting.each(names, partial(_run, setting))
-
-
-def _run(setting: Setting, name: str) -> Row:
+def run(setting: Setting, name: str) -> Row:
+    if setting.stand_in and name not in ON_CPU:
+        return {"ok": True, "left_out": "only with NCCL"}
     case = CASES[name]
-    meeting = setting.out / f"aborts-{name}"
-    meeting.mkdir(parents=True)
-    environment = setting.environment(**own_environment() | dict(case.environment))
-    options = {**asdict(case), "backend": setting.backend, "meeting": str(meeting / "store")}
-    worker = str(Path(__file__).with_name("abort_worker.py"))
-    processes = [
-        subprocess.Popen(
-            python(worker, json.dumps({**options, "rank": rank, "result": str(result_of(meeting, rank))})),
-            env=environment, stdout=(meeting / f"log{rank}").open("w"), stderr=subprocess.STDOUT,
-        )
-        for rank in range(WORLD)
-    ]  # fmt: skip
-    try:
-        rows = [await_result(setting, process, meeting, rank) for rank, process in enumerate(processes[:2])]
-    finally:
-        end_all(processes)
+    rows = run_workers(
+        setting, f"aborts-{name}", "abort_worker.py", asdict(case), WORLD, awaited=2, environment=case.environment
+    )
     good = all(map(_is_good, rows))
     return {"ok": good or not case.required, "good": good, "required": case.required, "survivors": rows}
-
-
-def own_environment() -> dict[str, str]:
-    """The environment in which the plugin starts its workers."""
-    from megatron_resihp.control.node.environment import NCCL
-
-    return {**NCCL, "TORCH_GLOO_LAZY_INIT": "1"}
-
-
-def result_of(meeting: Path, rank: int) -> Path:
-    return meeting / f"result{rank}.json"
-
-
-def await_result(setting: Setting, process: subprocess.Popen[bytes], meeting: Path, rank: int) -> dict[str, Any]:
-    """The findings of a process, once it has ended."""
-    seconds = REHEARSED_PROCESS_S if setting.stand_in else PROCESS_S
-    deadline = time.monotonic() + seconds
-    try:
-        process.wait(max(0.1, deadline - time.monotonic()))
-        ended: dict[str, Any] = {"code": process.returncode}
-    except subprocess.TimeoutExpired:
-        ended = {"code": None, "error": f"still ran after {seconds:g} s"}
-    path = result_of(meeting, rank)
-    found = json.loads(path.read_text()) if path.exists() else {}
-    if ended["code"] != 0 and "error" not in found:
-        lines = (meeting / f"log{rank}").read_text(errors="replace").splitlines()
-        ended.setdefault("error", " | ".join(lines[-3:])[-300:])
-    return found | ended
 
 
 def _is_good(row: Mapping[str, Any]) -> bool:

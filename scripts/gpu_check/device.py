@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.util
 import platform
 import subprocess
-from collections.abc import Iterator
 from typing import Final
 
 import torch
@@ -19,11 +18,7 @@ SEVERAL_RANKS_SINCE: Final = (2, 30)
 """The first NCCL version that lets several ranks of a communicator share a GPU."""
 
 
-def run(setting: Setting) -> Iterator[Row]:
-    yield from setting.each(list(CASES), lambda name: _facts(setting))
-
-
-def _facts(setting: Setting) -> Row:
+def run(setting: Setting, name: str) -> Row:
     row: Row = {"python": platform.python_version(), "torch": torch.__version__}
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:

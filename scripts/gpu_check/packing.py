@@ -6,12 +6,11 @@ Imports the plugin and torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Final
 
 import torch
-from paths import fastest
 from setting import Row, Setting
+from timing import fastest
 
 from megatron_resihp.executor.slice_sums import pack, unpack
 
@@ -23,27 +22,23 @@ LAYERS: Final = 4
 REHEARSED_WIDTH: Final = 64
 
 
-def run(setting: Setting) -> Iterator[Row]:
+def run(setting: Setting, name: str) -> Row:
     device = torch.device("cpu") if setting.stand_in else torch.device("cuda", 0)
     slices = _slices(REHEARSED_WIDTH if setting.stand_in else WIDTH, device)
     flat = pack([([each], True) for each in slices])
     target = torch.empty_like(flat)
-
-    def measure(name: str) -> Row:
-        copied = fastest(lambda: target.copy_(flat), device)
-        if name == "pack":
-            seconds = fastest(lambda: pack([([each], True) for each in slices]), device)
-            right = torch.equal(pack([([each], True) for each in slices]), torch.cat([s.reshape(-1) for s in slices]))
-        else:
-            doubled = flat * 2.0
-            seconds = fastest(lambda: unpack(doubled, [[each] for each in slices]), device)
-            right = torch.equal(torch.cat([each.reshape(-1) for each in slices]), doubled)
-        fast = setting.stand_in or copied / seconds >= LEAST_SHARE
-        rate = round(flat.nbytes / seconds / 1e9, 2)
-        share = round(copied / seconds, 3)
-        return {"ok": right and fast, "gb_per_s": rate, "share_of_copy": share, "slices": len(slices)}
-
-    yield from setting.each(list(CASES), measure)
+    copied = fastest(lambda: target.copy_(flat), device)
+    if name == "pack":
+        seconds = fastest(lambda: pack([([each], True) for each in slices]), device)
+        right = torch.equal(pack([([each], True) for each in slices]), torch.cat([s.reshape(-1) for s in slices]))
+    else:
+        doubled = flat * 2.0
+        seconds = fastest(lambda: unpack(doubled, [[each] for each in slices]), device)
+        right = torch.equal(torch.cat([each.reshape(-1) for each in slices]), doubled)
+    fast = setting.stand_in or copied / seconds >= LEAST_SHARE
+    rate = round(flat.nbytes / seconds / 1e9, 2)
+    share = round(copied / seconds, 3)
+    return {"ok": right and fast, "gb_per_s": rate, "share_of_copy": share, "slices": len(slices)}
 
 
 def _slices(width: int, device: torch.device) -> list[torch.Tensor]:

@@ -7,8 +7,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +22,9 @@ SEVERAL_RANKS: Final[Mapping[str, str]] = {
     "CUDA_VISIBLE_DEVICES": "0",
 }
 
+REHEARSED_LIMIT_S: Final = 600.0
+"""Time limit of a rehearsed case, where few cores do the work of a device."""
+
 Row = dict[str, Any]
 """One finding: `case`, `ok`, and figures. Seconds end in `_s`, sizes in `_mib` or `_bytes`, rates in `_gb_per_s`."""
 
@@ -33,14 +36,12 @@ class Setting:
     Attributes:
         stand_in: on CPUs, with gloo in NCCL's place and everything small: a rehearsal of the check itself.
         out: a folder for the parts' files.
-        ends_at: monotonic time after which no case is begun.
-        cases: names of the only cases to run; empty: all.
+        ends_at: monotonic time at which all cases must have ended.
     """
 
     stand_in: bool
     out: Path
     ends_at: float
-    cases: frozenset[str] = field(default_factory=frozenset)
 
     @property
     def backend(self) -> str:
@@ -55,20 +56,9 @@ class Setting:
     def seconds_left(self) -> float:
         return max(0.0, self.ends_at - time.monotonic())
 
-    def each(self, names: Sequence[str], run: Callable[[str], Row]) -> Iterator[Row]:
-        """Run cases one after the other; a case that raises, or for which no time is left, has failed."""
-        for name in names:
-            if self.cases and name not in self.cases:
-                continue
-            start = time.monotonic()
-            if not self.seconds_left():
-                yield {"case": name, "ok": False, "error": "no time left"}
-                continue
-            try:
-                row = run(name)
-            except Exception as error:
-                row = {"ok": False, "error": f"{type(error).__name__}: {error}"[:300]}
-            yield {"case": name, **row, "seconds": round(time.monotonic() - start, 2)}
+    def limit(self, seconds: float) -> float:
+        """The longest that a case may take which may take `seconds` on a device."""
+        return REHEARSED_LIMIT_S if self.stand_in else seconds
 
 
 def end_all(processes: Sequence[subprocess.Popen[Any]]) -> None:

@@ -3,15 +3,24 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import struct
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 SMALL, LARGE = b"code for one", b"code for the other"
 CUBIN, PTX = 2, 1
+Row = dict[str, Any]
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
 
 @pytest.fixture(autouse=True)
@@ -53,26 +62,95 @@ def test_every_case_has_a_name_of_its_own() -> None:
     assert {part.call for part in check.PARTS} == {1, 2, 3}
 
 
-def test_a_case_that_there_is_not(repository: Path) -> None:
-    command = [str(repository / "scripts" / "gpu_check" / "run"), "--stand-in", "--case", "first-hang"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 2
-    assert "no such case: first-hang" in ended.stderr
+def test_what_can_not_be_run_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import check
+
+    assert check.main(["--stand-in", "--case", "first-hang"]) == 2
+    assert capsys.readouterr().err == "gpu_check: no such case: first-hang\n"
+    (tmp_path / "old").touch()
+    assert check.main(["--stand-in", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"gpu_check: {tmp_path} is not empty; name a new folder\n"
 
 
-def test_a_case_for_which_no_time_is_left_has_failed(tmp_path: Path) -> None:
+def supervised(run: Callable[..., Row], names: Sequence[str], out: Path, limit_s: float = 60.0) -> dict[str, Row]:
+    """The findings of cases that run beside each other on a device, where nothing uses it."""
     from setting import Setting
+    from supervise import Part, run_cases
 
-    setting = Setting(True, tmp_path, ends_at=0.0)
-    (row,) = setting.each(["late"], lambda name: {"ok": True})
-    assert not row["ok"] and row["error"] == "no time left"
+    part = Part("tried", 1, run, names, limit_s, "")
+    setting = Setting(False, out, time.monotonic() + 60.0)
+    return {row["case"]: row for row in run_cases(part, names, setting, beside=len(names))}
 
 
-def test_a_case_that_raises_has_failed(tmp_path: Path) -> None:
+def test_a_case_that_hangs_is_ended_with_its_processes_and_the_others_go_on(tmp_path: Path) -> None:
+    """One of its processes has a session and a parent of its own."""
+    started = tmp_path / "started"
+
+    def run(setting: object, name: str) -> Row:
+        if name == "hangs":
+            script = f"sleep 1000 & echo $! > {started}.part && mv {started}.part {started}"
+            subprocess.run(["setsid", "bash", "-c", script], check=True)
+            os.write(1, b"hanging now\n")
+            threading.Event().wait()
+        return {"ok": True}
+
+    rows = supervised(run, ["hangs", "well"], tmp_path, limit_s=3.0)
+    assert rows["well"]["ok"]
+    assert not rows["hangs"]["ok"]
+    assert rows["hangs"]["error"] == "still ran after 3 s" and rows["hangs"]["log"] == ["hanging now"]
+    assert has_ended(int(started.read_text()))
+
+
+def test_a_case_that_crashes_has_failed_and_the_others_go_on(tmp_path: Path) -> None:
+    def run(setting: object, name: str) -> Row:
+        if name == "crashes":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if name == "raises":
+            raise OSError("no such device")
+        return {"ok": True}
+
+    rows = supervised(run, ["crashes", "raises", "well"], tmp_path)
+    assert [rows[name]["ok"] for name in ("crashes", "raises", "well")] == [False, False, True]
+    assert rows["crashes"]["error"] == f"ended with code {-signal.SIGKILL}"
+    assert rows["raises"]["error"] == "OSError: no such device"
+
+
+@pytest.mark.parametrize(("left_s", "begins"), [(20.0, False), (40.0, True)])
+def test_a_case_begins_if_half_of_its_limit_is_left(tmp_path: Path, left_s: float, begins: bool) -> None:
     from setting import Setting
+    from supervise import Part, run_cases
 
-    def run(name: str) -> dict[str, object]:
-        raise OSError("no such device")
+    part = Part("tried", 1, lambda setting, name: {"ok": True}, ["late"], 60.0, "")
+    (row,) = run_cases(part, ["late"], Setting(False, tmp_path, time.monotonic() + left_s), beside=1)
+    assert row["ok"] == begins
+    assert begins or row["error"] == "no time left"
 
-    (row,) = Setting(True, tmp_path, ends_at=sys.float_info.max).each(["broken"], run)
-    assert not row["ok"] and row["error"] == "OSError: no such device"
+
+def test_a_check_that_is_ended_leaves_nothing_running(repository: Path, tmp_path: Path) -> None:
+    program = (
+        "import sys, subprocess, check, dataclasses\n"
+        "def run(setting, name):\n"
+        f"    subprocess.run(['bash', '-c', 'echo $$ > {tmp_path}/child; exec sleep 1000'])\n"
+        "check.PARTS = tuple(dataclasses.replace(part, run=run) for part in check.PARTS)\n"
+        f"sys.exit(check.main(['--part', 'device', '--out', '{tmp_path}/out']))\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], cwd=repository / "scripts" / "gpu_check") as check:
+        child = wait_for_number(tmp_path / "child")
+        check.terminate()
+        assert check.wait(30) == 128 + signal.SIGTERM
+    assert has_ended(child)
+
+
+def has_ended(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def wait_for_number(path: Path) -> int:
+    deadline = time.monotonic() + 60.0
+    while not (path.exists() and path.read_text().strip()):
+        assert time.monotonic() < deadline, f"{path.name} was not written"
+        time.sleep(0.05)
+    return int(path.read_text())
