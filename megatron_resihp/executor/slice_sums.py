@@ -20,6 +20,9 @@ from megatron_resihp.plan.slices import Slice, in_buckets
 LOAD: Final = 64 << 20
 """The most bytes of gradients that are summed together: while they are, the next ones come from the device."""
 
+WIDE: Final = torch.complex128
+"""A word of 16 bytes. A device copies rows with gaps element by element: the wider the element, the faster."""
+
 Gradient = tuple[Sequence[torch.Tensor], bool]
 """This worker's copies of a gradient, and whether they count."""
 
@@ -129,7 +132,7 @@ def pack(gradients: Sequence[Gradient]) -> torch.Tensor:
     if len(counted) < len(places):
         torch._foreach_zero_([place for place, (_, counts) in zip(places, gradients, strict=True) if not counts])
     if counted:
-        torch._foreach_copy_([place for place, _ in counted], [copies[0] for _, copies in counted])
+        _copy([(place, copies[0]) for place, copies in counted])
     for place, copies in counted:
         for other in copies[1:]:
             place += other
@@ -138,10 +141,32 @@ def pack(gradients: Sequence[Gradient]) -> torch.Tensor:
 
 def unpack(flat: torch.Tensor, gradients: Sequence[Sequence[torch.Tensor]]) -> None:
     """Copy a tensor that `pack` made back into all copies of each gradient."""
-    pairs = [
-        (view, place) for place, copies in zip(_places(flat, gradients), gradients, strict=True) for view in copies
+    _copy([(view, place) for place, copies in zip(_places(flat, gradients), gradients, strict=True) for view in copies])
+
+
+def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy the second tensor of each pair into the first."""
+    wide = [
+        (target.view(WIDE), source.view(WIDE)) if _moves_in_wide_words(target, source) else (target, source)
+        for target, source in pairs
     ]
-    torch._foreach_copy_([view for view, _ in pairs], [place for _, place in pairs])
+    torch._foreach_copy_([target for target, _ in wide], [source for _, source in wide])
+
+
+def _moves_in_wide_words(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether a copy between them has gaps, and can move words of 16 bytes all the same."""
+    with_gaps = not (target.is_contiguous() and source.is_contiguous())
+    return with_gaps and target.dtype == source.dtype and has_wide_rows(target) and has_wide_rows(source)
+
+
+def has_wide_rows(tensor: torch.Tensor) -> bool:
+    """Whether each row begins at a word of 16 bytes, and is whole words long without gaps."""
+    words, rest = divmod(WIDE.itemsize, tensor.element_size())
+    places = (tensor.storage_offset(), tensor.shape[-1], *tensor.stride()[:-1]) if tensor.dim() else (1,)
+    return (
+        rest == 0 and tensor.stride()[-1:] == (1,) and tensor.data_ptr() % WIDE.itemsize == 0
+        and all(place % words == 0 for place in places)
+    )  # fmt: skip
 
 
 def _places(flat: torch.Tensor, gradients: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:

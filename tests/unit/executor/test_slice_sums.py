@@ -2,6 +2,7 @@
 """Gradients summed slice by slice; groups are stood in for."""
 
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import pytest
@@ -84,3 +85,31 @@ def test_a_large_gradient_travels_in_pieces_whatever_its_first_dimension() -> No
     gradient = torch.ones(1, 8, 4)
     loads = list(slice_sums.loads_of([([gradient], True)], most=gradient.nbytes // 4))
     assert [copies[0].shape for load in loads for copies, _ in load] == [(1, 2, 4)] * 4
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("cut", [slice(0, 8), slice(8, 24), slice(3, 19), slice(8, 13)])
+@pytest.mark.parametrize("first", [0, 1])
+def test_columns_keep_their_bits_on_the_way_there_and_back(kind: torch.dtype, cut: slice, first: int) -> None:
+    """Also where their rows are no whole words of 16 bytes, and for numbers that are none."""
+    content = bytearray(Random(0).randbytes((first + 12 * 24) * kind.itemsize))
+    columns = torch.frombuffer(content, dtype=kind)[first:].view(12, 24)[:, cut]
+    flat = slice_sums.pack([([columns], True)])
+    assert torch.equal(bits(flat), bits(columns))
+    back = torch.zeros(12, 24, dtype=kind)[:, cut]
+    slice_sums.unpack(flat, [[back]])
+    assert torch.equal(bits(back), bits(columns))
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).contiguous().view(torch.uint8)
+
+
+def test_columns_of_whole_words_are_copied_in_words_of_16_bytes() -> None:
+    """As a device copies them fastest."""
+    matrix = torch.zeros(12, 24)
+    assert slice_sums.has_wide_rows(matrix[:, 4:12])
+    assert not slice_sums.has_wide_rows(matrix[:, 4:11])
+    assert not slice_sums.has_wide_rows(matrix[:, 3:11])
+    assert not slice_sums.has_wide_rows(matrix.t())
+    assert not slice_sums.has_wide_rows(torch.zeros(12, 22)[:, :8])
