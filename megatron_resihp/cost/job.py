@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The costs of a plan's parts in one job, layer by layer: the planner's view of time and memory.
 
-Imports numpy, `pipeline` and this package.
+Imports numpy, `pipeline`, `plan` and this package.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 
 from megatron_resihp.cost.device import Device, layer_work
 from megatron_resihp.cost.exchange import exchange_seconds
+from megatron_resihp.cost.host_sums import HostSums
 from megatron_resihp.cost.layers import Model
 from megatron_resihp.cost.memory import LayerBytes, layer_bytes
 from megatron_resihp.cost.parts import ShardError
 from megatron_resihp.cost.training import Training
 from megatron_resihp.pipeline.op import OpKind
+from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.plan.rules import Sharing
 
 Array = NDArray[np.float64]
@@ -44,6 +46,7 @@ class JobCost:
         until_next_event_s: expected seconds until the next change of health, within which a change of plan must pay for
             itself.
         unlike_bandwidth: bytes/s at most between stages of unlike degree, whose plans Megatron's own groups can't run.
+        host_sums: how such plans sum gradients, where that takes time of its own; None: nowhere.
         beside: bytes that must stay free beside a plan's state on each device while nothing runs: those of the old
             state, which stays until the plan is in force.
         sharings: how many replicas may share each sequence and each layer's experts, the job's own numbers first.
@@ -61,6 +64,7 @@ class JobCost:
     rebuild_s: float = 2.0
     until_next_event_s: float = float("inf")
     unlike_bandwidth: float = float("inf")
+    host_sums: HostSums | None = None
     beside: int = 0
     sharings: tuple[Sharing, ...] = (Sharing(),)
     replica_workers: int | None = None
@@ -126,6 +130,14 @@ class JobCost:
     def typical_squares(self) -> float:
         """Σ l² of a typical micro-batch, tokens²."""
         return self.training.squares if self.squares is None else self.squares
+
+    def sums(self, plan: ParallelPlan) -> float:
+        """Seconds of an iteration in which all workers sum gradients and do nothing else.
+
+        Raises:
+            PlanError: the plan's layers differ from the model's.
+        """
+        return 0.0 if self.host_sums is None else self.host_sums.seconds(plan, self.model, self.training)
 
     def transfer(self, sender_degree: int, receiver_degree: int) -> float:
         """Seconds of a stage's result over a healthy link, in as many pieces as the larger group has members."""

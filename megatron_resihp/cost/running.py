@@ -13,6 +13,7 @@ from megatron_resihp.config import HOST
 from megatron_resihp.cost import profile as emulated
 from megatron_resihp.cost.device import Device, layer_work
 from megatron_resihp.cost.fitted.model import CostModel
+from megatron_resihp.cost.host_sums import HostSums
 from megatron_resihp.cost.job import UNTIL_NEXT_EVENT_S, Array, JobCost
 from megatron_resihp.cost.layers import LayerKind, Model, ModelError, model_from_arguments
 from megatron_resihp.cost.room import usable
@@ -26,7 +27,9 @@ _FLOPS: Final = 312e12
 _MEMORY: Final = 80 << 30
 _BANDWIDTH: Final = 25e9
 _HOST_BANDWIDTH: Final = 2e9
-"""Bytes/s of what gloo carries between two processes through host memory; assumed, no device has been measured."""
+"""Bytes/s of what gloo carries between two processes through host memory; measured on one machine, docs/gpu.md."""
+_HOST_SUMS_BANDWIDTH: Final = 1.4e9
+"""Bytes/s of gradients that gloo sums so; measured there too."""
 _KINDS: Final = {
     LayerKind.EMBEDDING: emulated.LayerKind.EMBEDDING,
     LayerKind.ATTENTION: emulated.LayerKind.ATTENTION,
@@ -73,11 +76,13 @@ def cost_of_job(
         measured = {degree: _emulated_seconds(profile, model, training, degree) for degree in range(1, workers + 1)}
     elif fitted is not None:
         alone = _fitted_seconds(fitted, model, training, own, job.tensor_parallel)
+    through_host = job.carrier == HOST and not job.emulated
     return JobCost(
         model=model, training=training, device=device, micro_batches=job.micro_batches,
         workers_per_node=workers_per_node, alone=alone, measured=measured,
         until_next_event_s=UNTIL_NEXT_EVENT_S,
-        unlike_bandwidth=_HOST_BANDWIDTH if job.carrier == HOST and not job.emulated else float("inf"),
+        unlike_bandwidth=_HOST_BANDWIDTH if through_host else float("inf"),
+        host_sums=HostSums(tuple(own), _HOST_SUMS_BANDWIDTH) if through_host else None,
     )  # fmt: skip
 
 

@@ -33,18 +33,20 @@ class Evaluation:
 
     Attributes:
         replica_s: makespan of each replica's micro-batches, or of each group's, in seconds.
+        sums_s: seconds in which all workers sum gradients afterwards, where that doesn't overlap.
         bound: least time that any plan needs with this health.
         samples: number of samples in a global batch.
     """
 
     replica_s: tuple[float, ...]
+    sums_s: float
     bound: IterationBound
     samples: int
 
     @property
     def iteration_s(self) -> float:
-        """Seconds of an iteration, without gradient reduction and optimizer."""
-        return max(self.replica_s)
+        """Seconds of an iteration, without sums of gradients that overlap, and without the optimizer."""
+        return max(self.replica_s) + self.sums_s
 
     @property
     def samples_per_s(self) -> float:
@@ -71,6 +73,7 @@ def evaluate(plan: ParallelPlan, health: Health, cost: JobCost) -> Evaluation:
             replica_s[number] = max(next(finish) for _ in plan.replicas[number].micro_batches)
     return Evaluation(
         replica_s=tuple(replica_s),
+        sums_s=cost.sums(plan),
         bound=iteration_bound(cost, health.speed),
         samples=cost.micro_batches * cost.training.micro_batch_size,
     )
@@ -91,7 +94,7 @@ def iteration_times(plan: ParallelPlan, health: Health, cost: JobCost, squares: 
     seconds = [run.makespans(more) for number, run in _runs(plan, health, cost) if number not in together]
     if together:
         seconds.append(_joint_makespans(plan, health, cost, more))
-    slowest: Array = np.max(seconds, axis=0)
+    slowest: Array = np.max(seconds, axis=0) + cost.sums(plan)
     return slowest
 
 

@@ -34,7 +34,7 @@ def iteration_seconds(plan: ParallelPlan, health: Health, cost: JobCost) -> floa
         key = (replica.shape, speeds, replica.chunks, replica.schedule, len(replica.micro_batches))
         if health.link or key not in known:
             known[replica.stages if health.link else key] = _seconds(replica, health, cost)
-    return max(known.values())
+    return max(known.values()) + cost.sums(plan)
 
 
 def _has_known_order(replica: Replica) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,17 @@ from megatron_resihp.cost.fitted.fit import fit
 from megatron_resihp.cost.fitted.model import CostModel
 from megatron_resihp.cost.job import UNTIL_NEXT_EVENT_S
 from megatron_resihp.cost.layers import model_from_arguments
+from megatron_resihp.cost.memory import memory_of
 from megatron_resihp.cost.profile import LayerKind, load_profile
 from megatron_resihp.cost.running import UnknownCost, cost_of_job
 from megatron_resihp.cost.training import training_from_arguments
 from megatron_resihp.integration.support import TABLE, Evidence
 from megatron_resihp.pipeline.op import OpKind
-from megatron_resihp.plan import Chunk, even_chunks
+from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Replica, even_chunks
+from megatron_resihp.plan.replica import shards_at
+from megatron_resihp.planner.evaluation import evaluate
+from megatron_resihp.planner.health import Health
+from megatron_resihp.planner.search.quick import iteration_seconds
 from megatron_resihp.protocol.planning import KnownJob
 
 MODEL = {
@@ -168,3 +174,36 @@ def test_what_crosses_between_unlike_stages_takes_as_long_as_its_carrier(told: d
     """Stages of like degree may be of a uniform plan, whose results Megatron's own groups carry."""
     cost = cost_of_job(replace(JOB, **told), 4, 4, OWN, None)
     assert (cost.transfer(1, 2) > cost.transfer(2, 2)) is slower
+
+
+def replicas(*degrees: int, layers: tuple[Chunk, ...]) -> ParallelPlan:
+    """Replicas of two stages of these degrees, with workers in order."""
+    workers = iter(range(2 * sum(degrees)))
+    stages = [tuple(tuple(islice(workers, degree)) for _ in range(2)) for degree in degrees]
+    shares = [tuple(range(first, 8, len(degrees))) for first in range(len(degrees))]
+    return ParallelPlan(tuple(Replica(*each, layers) for each in zip(stages, shares, strict=True)), {})
+
+
+@pytest.mark.parametrize(("carrier", "slower"), [("host", True), ("device", False)])
+def test_sums_of_unlike_replicas_take_as_long_as_their_carrier(carrier: str, slower: bool) -> None:
+    """Those of a plan that Megatron's own groups can run overlap, and take no time of their own."""
+    cost = cost_of_job(replace(JOB, carrier=carrier), 8, 8, OWN, None)
+    like, unlike, other_layers = (
+        replicas(2, 2, layers=OWN), replicas(2, 1, layers=OWN), replicas(2, 2, layers=(Chunk(0, 0, 2), Chunk(1, 2, 6)))
+    )  # fmt: skip
+    assert cost.sums(like) == 0.0
+    for plan in (unlike, other_layers):
+        most = max(use.gradients for use in memory_of(plan, cost.model, cost.training).values())
+        assert cost.sums(plan) == (pytest.approx(most / 1.4e9) if slower else 0.0)
+        health = Health(dict.fromkeys(plan.members, 1.0))
+        evaluation = evaluate(plan, health, cost)
+        assert evaluation.iteration_s == max(evaluation.replica_s) + cost.sums(plan)
+        assert iteration_seconds(plan, health, cost) == pytest.approx(evaluation.iteration_s)
+
+
+def test_a_replica_alone_sums_with_nobody() -> None:
+    cost = cost_of_job(JOB, 8, 8, OWN, None)
+    alone = replicas(2, layers=(Chunk(0, 0, 2), Chunk(1, 2, 6)))
+    assert cost.sums(alone) == 0.0
+    standby = replace(alone, standbys={4: shards_at(alone.replicas[0].chunks, Coordinate(0, 0), 2)})
+    assert cost.sums(standby) > 0.0
