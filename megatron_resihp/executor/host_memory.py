@@ -9,7 +9,8 @@ well, and what an epoch has used is given back before the next one. May import t
 import functools
 import sys
 import threading
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -83,6 +84,14 @@ def _copy_on(stream: Any, source: torch.Tensor, target: torch.Tensor, on_device:
     return stream.record_event()
 
 
+PIECE: Final = 64 << 20
+"""Bytes that go at once through pinned memory to memory that is not."""
+
+
+def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    return tensor.view(-1).split(max(1, PIECE // tensor.element_size()))
+
+
 class HostMemory:
     """The host memory through which a device's tensors cross. It may be used by several threads.
 
@@ -143,6 +152,40 @@ class HostMemory:
             return None
         return self._copies.back(source, target)
 
+    def keep(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy a device's tensor into host memory that isn't pinned, in pieces through a little that is.
+
+        Both are contiguous. The next piece comes while one is copied on.
+        """
+        if self._copies is None:
+            target.copy_(source)
+            return
+        coming: tuple[OnHost, torch.Tensor] | None = None
+        for piece, place in zip(_pieces(source), _pieces(target), strict=True):
+            following = self.out(piece), place
+            if coming is not None:
+                coming[0].give(coming[1])
+            coming = following
+        if coming is not None:
+            coming[0].give(coming[1])
+
+    def bring_back(self, kept: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy what `keep` kept to a device's tensor, whose later work waits for it."""
+        if self._copies is None:
+            target.copy_(kept)
+            return
+        for piece, place in zip(_pieces(kept), _pieces(target), strict=True):
+            room = self.room(piece.numel(), piece.dtype).copy_(piece)
+            self.free(room, self._copies.back(room, place))
+
+    def on_device(self, kept: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """The values of contiguous host memory that isn't pinned as a tensor of the device; itself if it is there."""
+        if self._copies is None or kept.is_cuda:
+            return kept.to(device)
+        target = torch.empty(kept.shape, dtype=kept.dtype, device=device)
+        self.bring_back(kept, target)
+        return target
+
     def out(self, tensor: torch.Tensor) -> "OnHost":
         """Begin to copy a tensor to the host."""
         tensor = tensor.detach()
@@ -177,6 +220,11 @@ class OnHost:
         """Begin to copy the values, which may have been changed, to the device; they are out of use then."""
         if self._host.data_ptr() != target.data_ptr():
             self._memory.free(self._host, self._memory.copy_back(self._host, target))
+
+    def give(self, target: torch.Tensor) -> None:
+        """Copy the values to other host memory once they have come; they are out of use then."""
+        target.copy_(self.ready())
+        self.free()
 
     def free(self) -> None:
         """Called when the values are out of use."""

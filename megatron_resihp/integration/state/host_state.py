@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The old objects' state in host memory, where the device has no room for old and new state together.
 
-May import torch and this package. The copy is whole before the device's memory is freed, and then is the state until
-the new objects are in force. So there is a complete state in one of the two at any moment. Tensors of the old objects
-lead to it: it moves, is digested and is saved from there. No step is taken with it.
+May import torch, `executor` and this package. The copy is whole before the device's memory is freed, and then is the
+state until the new objects are in force. So there is a complete state in one of the two at any moment. Tensors of the
+old objects lead to it: it moves, is digested and is saved from there. No step is taken with it.
 """
 
 import torch
 
+from megatron_resihp.executor.host_memory import HostMemory, host_memory_of
 from megatron_resihp.integration.state.footprint import state_tensors
 from megatron_resihp.integration.trained import Trained
 
 
 @torch.no_grad()
-def move_to_host(trained: Trained) -> None:
+def move_to_host(trained: Trained, memory: HostMemory | None = None) -> None:
     """Free the device's memory that these objects' state is in; scalars stay where they are.
+
+    Args:
+        memory: through which it goes; None: the process's own.
 
     Raises:
         RuntimeError: the host has too little memory; then nothing has moved.
@@ -25,7 +29,7 @@ def move_to_host(trained: Trained) -> None:
     freed = {each.untyped_storage()._cdata: each.untyped_storage() for each in tensors}
     copies = {key: torch.empty(storage.nbytes(), dtype=torch.uint8) for key, storage in freed.items()}
     for key, storage in freed.items():
-        copies[key].copy_(_bytes_in(storage))
+        (memory or host_memory_of(storage.device)).keep(_bytes_in(storage), copies[key])
     for tensor in tensors:
         copy = copies[tensor.untyped_storage()._cdata].untyped_storage()
         trained.away.append((tensor, tensor.data))
@@ -46,8 +50,11 @@ def discard(trained: Trained) -> None:
 
 
 @torch.no_grad()
-def return_to_device(trained: Trained) -> None:
+def return_to_device(trained: Trained, memory: HostMemory | None = None) -> None:
     """The objects go on being used.
+
+    Args:
+        memory: through which their state goes; None: the process's own.
 
     Raises:
         OutOfMemoryError: the device has too little memory; then nothing has moved.
@@ -59,7 +66,7 @@ def return_to_device(trained: Trained) -> None:
         for tensor, storage in places.values():
             copy = tensor.untyped_storage()
             _resize(storage, copy.nbytes())
-            _bytes_in(storage).copy_(_bytes_in(copy))
+            (memory or host_memory_of(storage.device)).bring_back(_bytes_in(copy), _bytes_in(storage))
     except BaseException:
         for _, storage in places.values():
             _resize(storage, 0)

@@ -3,7 +3,7 @@
 
 The owner sends the part's summed gradient before the step is agreed on, and both step with it, the copy in the
 background: so the one that is left of the two has the state of the last step that counts, and a third of what masters
-and moments take crosses. May import megatron and this package.
+and moments take crosses. May import megatron, `executor` and this package.
 """
 
 import threading
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
+from megatron_resihp.executor.host_memory import HostMemory, host_memory_of
 from megatron_resihp.integration.step.loss_scale import unscale
 from megatron_resihp.integration.step.optimizer_shards import MASTER, Entry, Part
 from megatron_resihp.integration.trained import parts_of
@@ -44,18 +45,20 @@ class PartCopy:
         owner: whose part it is.
         part: its state, in host memory.
         counted: steps so far, where the optimizer counts them for each parameter group.
+        memory: through which the state goes to the device and back; None: the process's own.
 
     Attributes:
         gradient: of this iteration, once it has come, range by range in order.
     """
 
-    def __init__(self, owner: int, part: Part, counted: int | None = None) -> None:
+    def __init__(self, owner: int, part: Part, counted: int | None = None, memory: HostMemory | None = None) -> None:
         self.owner = owner
         self.gradient: torch.Tensor | None = None
         self.cost = Cost()
         self.elements = sum(where.end - where.start for where in part)
         self._part = part
         self._counted = counted
+        self._memory = memory
         self._stepping: threading.Thread | None = None
         self._error: Exception | None = None
         # One for all steps: torch keeps memory for each stream apart, and gives them out in turns of many.
@@ -134,12 +137,12 @@ class PartCopy:
     ) -> None:  # fmt: skip
         sizes = [where.end - where.start for where in self._part]
         gradients = dict(zip(self._part, gradient.split(sizes), strict=True))
-        counted = self._counted
+        counted, memory = self._counted, self._memory or host_memory_of(device)
         for index, (inner, clip) in enumerate(owners):
             mine = {where: entry for where, entry in self._part.items() if entry.place[0] == index}
             for load in _loads(mine):
                 twin = _without_state(inner, self._counted)
-                masters = _put_in(twin, load, gradients, device)
+                masters = _put_in(twin, load, gradients, device, memory)
                 if inverse is not None:
                     scaled = [master.grad for master in masters.values() if master.grad is not None]
                     unscale(scaled, torch.tensor([inverse], dtype=torch.float, device=device))
@@ -147,7 +150,7 @@ class PartCopy:
                     clip_grad_by_total_norm_fp32(list(masters.values()), clip, grad_norm)
                 twin.step()
                 for where, entry in load.items():
-                    _keep(entry, {MASTER: masters[where], **twin.state[masters[where]]})
+                    _keep(entry, {MASTER: masters[where], **twin.state[masters[where]]}, memory)
                     masters[where].grad = None
                 counted = _counted(twin)
         self._counted = counted
@@ -182,15 +185,15 @@ def _loads(part: Part) -> Iterator[Part]:
 
 
 def _put_in(
-    inner: Any, load: Part, gradients: Mapping[Range, torch.Tensor], device: torch.device
+    inner: Any, load: Part, gradients: Mapping[Range, torch.Tensor], device: torch.device, memory: HostMemory
 ) -> dict[Range, torch.Tensor]:
     """Give an optimizer without state a load to step; returns its masters."""
     masters = {}
     for where, entry in load.items():
-        masters[where] = master = entry.tensors[MASTER].to(device)
-        master.grad = gradients[where].to(device)
+        masters[where] = master = memory.on_device(entry.tensors[MASTER], device)
+        master.grad = memory.on_device(gradients[where], device)
         inner.param_groups[entry.place[1]]["params"].append(master)
-        kept = {name: tensor.to(device) if tensor.dim() else tensor
+        kept = {name: memory.on_device(tensor, device) if tensor.dim() else tensor
                 for name, tensor in entry.tensors.items() if name != MASTER}  # fmt: skip
         if kept:
             inner.state[master] = kept
@@ -215,7 +218,7 @@ def _without_state(inner: Any, counted: int | None) -> Any:
     return twin
 
 
-def _keep(entry: Entry, stepped: dict[str, Any]) -> None:
+def _keep(entry: Entry, stepped: dict[str, Any], memory: HostMemory) -> None:
     for name, value in stepped.items():
         if not isinstance(value, torch.Tensor):
             continue
@@ -223,4 +226,4 @@ def _keep(entry: Entry, stepped: dict[str, Any]) -> None:
         if kept is None:
             entry.tensors[name] = value.detach().cpu()
         elif kept.data_ptr() != value.data_ptr():
-            kept.copy_(value)
+            memory.keep(value, kept)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from late_copies import LateCopies
 
+from megatron_resihp.executor import host_memory
 from megatron_resihp.executor.host_memory import CudaCopies, HostMemory, host_memory_of
 
 
@@ -46,6 +47,18 @@ def test_an_epoch_begins_without_the_memory_of_the_last() -> None:
     memory.give_back()
     use()
     assert (copies.allocated, copies.given_back) == ([16, 16], 1)
+
+
+def test_what_is_kept_takes_a_little_pinned_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However large it is."""
+    monkeypatch.setattr(host_memory, "PIECE", 64)
+    copies, tensor = LateCopies(), torch.randn(10, 30)
+    memory, kept, back = HostMemory(copies), torch.empty(10, 30), torch.empty(10, 30)
+    memory.keep(tensor, kept)
+    assert torch.equal(kept, tensor)
+    memory.bring_back(kept, back)
+    assert torch.equal(back, tensor)
+    assert copies.allocated == [64, 64]
 
 
 @pytest.fixture

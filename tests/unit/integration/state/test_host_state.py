@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from late_copies import LateCopies
 from small_objects import BYTES, trained
 
+from megatron_resihp.executor import host_memory
+from megatron_resihp.executor.host_memory import HostMemory
 from megatron_resihp.integration.state import host_state
 from megatron_resihp.integration.state.footprint import bytes_away, bytes_of, free_gradients, state_tensors, storages
 from megatron_resihp.integration.state.host_state import discard, move_to_host, return_to_device
@@ -40,12 +43,16 @@ def test_the_device_is_freed_and_the_state_is_what_it_was(live: Trained) -> None
     assert sum(storages(live).values()) == STEPS and bytes_of(live) == whole
 
 
-def test_it_comes_back(live: Trained) -> None:
+@pytest.mark.parametrize("memory", [None, HostMemory(LateCopies())], ids=["host", "device"])
+def test_it_comes_back(live: Trained, memory: HostMemory | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a device it goes in pieces."""
+    monkeypatch.setattr(host_memory, "PIECE", 64)
     before, held = values(live), storages(live)
     for _ in range(2):  # a second failure begins the rebuild anew
-        move_to_host(live)
-        move_to_host(live)
-        return_to_device(live)
+        move_to_host(live, memory)
+        assert same(values(live), before)
+        move_to_host(live, memory)
+        return_to_device(live, memory)
         assert same(values(live), before) and storages(live) == held and not live.away
     return_to_device(live)
 

@@ -10,12 +10,22 @@ from typing import Any
 
 import pytest
 import torch
+from late_copies import LateCopies
 
+from megatron_resihp.executor import host_memory
+from megatron_resihp.executor.host_memory import HostMemory
 from megatron_resihp.integration.step.optimizer_copy import PartCopy
 from megatron_resihp.integration.step.optimizer_shards import MASTER, Entry
 from megatron_resihp.plan.ranges import Range
 
 HOST = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "PIECE", 64)
+
+
 SIZES = (7, 130, 33)
 GROUPS = (0, 1, 0)
 """Of each range's parameter: with weight decay or without."""
@@ -32,9 +42,13 @@ def optimizer(masters: list[torch.Tensor]) -> Any:
     return SimpleNamespace(optimizer=inner, config=SimpleNamespace(clip_grad=0.0))
 
 
+@pytest.mark.parametrize("memory", [None, HostMemory(LateCopies())], ids=["host", "device"])
 @pytest.mark.parametrize("scale", [None, 8.0])
-def test_it_is_what_the_owner_has_after_every_step(scale: float | None) -> None:
-    """Also if its buddy has no parameter of a group, where the learning rate changes, and with a loss scale."""
+def test_it_is_what_the_owner_has_after_every_step(scale: float | None, memory: HostMemory | None) -> None:
+    """Also if its buddy has no parameter of a group, where the learning rate changes, and with a loss scale.
+
+    To a device and back it goes in pieces.
+    """
     inverse = None if scale is None else 1 / scale
     torch.manual_seed(0)
     masters = [torch.randn(size) for size in SIZES]
@@ -43,7 +57,7 @@ def test_it_is_what_the_owner_has_after_every_step(scale: float | None) -> None:
         Range(f"p{index}", 3, 3 + master.numel()): Entry((0, group), {MASTER: master.clone()})
         for index, (master, group) in enumerate(zip(masters, GROUPS, strict=True))
     }
-    copy = PartCopy(0, part)
+    copy = PartCopy(0, part, memory=memory)
     for step in range(4):
         for group in (*owner.optimizer.param_groups, *buddy.optimizer.param_groups):
             group["lr"] = 0.1 / (1 + step)
