@@ -18,6 +18,7 @@ from megatron_resihp.planner.strategies.common import (
     groups_that_came_back,
     job_degree,
     next_plan,
+    position_of,
     require_state,
     spelt_out,
     with_shares,
@@ -131,10 +132,11 @@ def _expected_s(sizes: Sequence[int], degree: int, cost: JobCost) -> float:
     return max(paces[nodes][0] + (count - 1) * paces[nodes][1] for nodes, count in zip(sizes, counts, strict=True))
 
 
-def _home(group: Group, plan: ParallelPlan) -> tuple[int, Group]:
-    """Sort key of a node: the first layer that it holds, so that few layers move."""
+def _home(group: Group, plan: ParallelPlan) -> tuple[int, tuple[float, float], Group]:
+    """Sort key of a node: the first layer that it holds, so that few layers move, and then its place until now."""
     held = plan.shards_of(group[0])
-    return (held[0].first if held else plan.replicas[0].chunks[-1].end, group)
+    first = held[0].first if held else plan.replicas[0].chunks[-1].end
+    return first, position_of(group, plan), group
 
 
 def _planned(

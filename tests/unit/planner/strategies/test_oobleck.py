@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from planner_instances import first_plan, healthy, job
 
@@ -67,3 +69,17 @@ def test_groups_that_come_back_are_used_again() -> None:
 
 def test_nothing_changes_while_everybody_is_there() -> None:
     assert oobleck(PLAN, healthy(PLAN, slow={3: 0.3}), COST) == PLAN
+
+
+def test_groups_that_held_the_same_layers_keep_the_order_of_their_pipelines() -> None:
+    """Not that of their workers' ids: a slow worker may be in any of them."""
+    cost = job(layers=12, micro_batches=18, memory=16 * 2**30)
+    plan = first_plan(cost, tensor=2, replicas=3, pipeline=2)
+    backwards = replace(plan, replicas=plan.replicas[::-1])
+    for before in (plan, backwards):
+        first, last = before.replicas[0].stages[0], before.replicas[1].stages[0]
+        following = oobleck(
+            before, healthy(before, dead=(*before.replicas[0].stages[1], *before.replicas[1].stages[1])), cost
+        )
+        merged = next(replica.stages for replica in following.replicas if first in replica.stages)
+        assert merged.index(first) < merged.index(last)
