@@ -110,6 +110,14 @@ class SurvivorReport:
 
 
 @dataclass(frozen=True)
+class StillSaving:
+    """The epoch is broken, and a worker that has not reported is writing a checkpoint."""
+
+    worker: Worker
+    epoch: Epoch
+
+
+@dataclass(frozen=True)
 class GroupsPrepared:
     """A worker has made the groups of a change ahead of it.
 
@@ -329,7 +337,7 @@ class SaveRequest:
 
 
 WordOfWorker = (
-    JobStarted | JoinRequest | ModelBuilt | Ready | CommunicationFailed | FirstStepFailed | SurvivorReport
+    JobStarted | JoinRequest | ModelBuilt | Ready | CommunicationFailed | FirstStepFailed | SurvivorReport | StillSaving
     | GroupsPrepared | TrainingFinished | EmergencyCheckpointWritten | ScriptEnded | ScriptFailed | LogsWanted | LogPage
 )  # fmt: skip
 WordOfAgent = (

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-MAJOR: Final = 2
+MAJOR: Final = 3
 """Another one means other things by the same fields, or has other kinds of texts: it is refused."""
 MINOR: Final = 0
 """Goes up with every new field, which needs a default."""

@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -211,3 +213,33 @@ def writers_of(job: Job, worker: int) -> list[int]:
     """The writers that a worker has, by process."""
     [leader] = [pid for number, pid in job.worker_pids().items() if number == worker]
     return [pid for child in children(leader) for pid in children(child)]
+
+
+@NIGHTLY
+def test_survivors_wait_for_workers_that_are_writing_a_checkpoint(jobs: Jobs, tmp_path: Path) -> None:
+    """A write to a disk can't be interrupted, and may take longer than they wait for one that says nothing."""
+    directory, bound_s = tmp_path / "saved", 7.0
+    saving = {"save": directory, "save_interval": 2, "ckpt_format": "torch_dist"}
+    job = jobs.start(
+        tiny(**PIPELINE, **saving), workers=4, script=SCRIPT, wishes=["hold-2"], survivor_timeout_s=bound_s
+    )
+    assert wait_until(lambda: len(list(directory.glob("iter_0000002/*.distcp"))) == 4), job.tails()
+    os.kill(job.worker_pids()[1], signal.SIGKILL)
+    job.await_event("worker_dead", dead=1)
+    assert not wait_until(lambda: len(job.events("worker_dead")) > 1, 1.5 * bound_s), job.tails()
+    job.wish("write-2")
+    job.wait()
+    check_training(job, jobs.reference(tiny(**PIPELINE), workers=4))
+    assert [event["dead"] for event in job.events("worker_dead")] == [1]
+    assert all("is still writing a checkpoint" in job.log(worker) for worker in (0, 2, 3))
+    assert told(job) == kept(directory) == [2, 4, 6] and tracker(directory) == 6
+
+
+def wait_until(true: Callable[[], bool], timeout_s: float = 60.0) -> bool:
+    """Whether it becomes true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True

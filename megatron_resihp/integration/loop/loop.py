@@ -16,6 +16,7 @@ from megatron.core.utils import get_model_config
 from megatron.training import training
 from megatron.training.checkpointing import get_checkpoint_name, get_checkpoint_tracker_filename
 
+from megatron_resihp.control.worker.long_saves import waited_for
 from megatron_resihp.detector.input.records import SpanKind
 from megatron_resihp.events.training import Checkpoint, Emulation
 from megatron_resihp.integration.loop.course import follow
@@ -32,6 +33,7 @@ from megatron_resihp.integration.state.digests import record_digests
 from megatron_resihp.integration.state.extra_state import extra_digests
 from megatron_resihp.integration.step.optimizer_buddies import tell_cost
 from megatron_resihp.integration.step.step import agreed_losses, is_time_up, tell_metrics
+from megatron_resihp.integration.world.group_needs import timeout_of
 from megatron_resihp.plan import data_parallel_of
 from megatron_resihp.protocol.logs import Place
 from megatron_resihp.protocol.messages import TrainingFinished
@@ -258,12 +260,13 @@ def _is_there(runtime: Runtime, path: str, iteration: int) -> bool:
 def _saving(runtime: Runtime, iteration: int, non_persistent: bool) -> Iterator[None]:
     """Let Megatron save under the plan in force, and say where, once the checkpoint is whole."""
     args, saves, start, calls = runtime.job.args, runtime.saves, time.time(), runtime.saves.writer.calls
+    control, most_s = runtime.control, timeout_of(args).total_seconds()
     path = directory_of_saves(args, non_persistent)
     if not non_persistent:
         saves.lost = False
     args.data_parallel_size = data_parallel_of(runtime.view.plan)
     try:
-        with runtime.mode.state.saving() as used:
+        with waited_for(control.heard, control.tell, control.worker, most_s), runtime.mode.state.saving() as used:
             yield
     finally:
         args.data_parallel_size = 1

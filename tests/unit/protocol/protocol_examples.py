@@ -39,6 +39,7 @@ from megatron_resihp.protocol.messages import (
     ScriptEnded,
     ScriptFailed,
     SlowdownRequest,
+    StillSaving,
     StopRequest,
     SurvivorReport,
     TrainingFinished,
@@ -83,6 +84,7 @@ TOLD: tuple[Message, ...] = (
     CommunicationFailed(1, 0, "Connection closed by peer [127.0.0.1]:9000"),
     *(SurvivorReport(worker, 0, RECORD, (Shard(3 * (worker // 2), 3 * (worker // 2) + 3, 0, 1),))
       for worker in range(4)),
+    StillSaving(1, 0),
     FirstStepFailed(1, 0, "ValueError: shards (2) must be >= 4"),
     LogsWanted(0, *LOGS),
     LogPage(3, 0, 4, 9.0, (Scalar("lm loss", 2.5, 4),), (Text("seed", "1", 0),), (WandbRow({"lm loss": 2.5}, 4),)),

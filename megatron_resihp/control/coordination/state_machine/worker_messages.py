@@ -34,6 +34,7 @@ from megatron_resihp.protocol.messages import (
     Ready,
     ScriptEnded,
     ScriptFailed,
+    StillSaving,
     SurvivorReport,
     TrainingFinished,
     WordOfWorker,
@@ -69,6 +70,8 @@ class WorkerMessages:
                 return self._on_first_step_failed(message, now)
             case SurvivorReport():
                 return self._on_report(message, now)
+            case StillSaving():
+                return self._on_still_saving(message)
             case GroupsPrepared():
                 return self._on_prepared(message)
             case TrainingFinished():
@@ -187,6 +190,15 @@ class WorkerMessages:
         state.reports.records[worker] = message.record
         state.reports.held[worker] = message.held
         return broken + self._epochs.decide(now)
+
+    def _on_still_saving(self, message: StillSaving) -> list[Action]:
+        """Wait as long again for the reports that are missing. Nothing interrupts a worker that writes to a disk."""
+        state = self._state
+        awaited = state.living - state.reports.records.keys() if state.phase is Phase.REPORTING else ()
+        by_choice = state.changes.under_way is not None
+        if message.epoch == state.epoch and message.worker in awaited and not by_choice:
+            state.left_s = state.limits.report_s
+        return []
 
     def _on_prepared(self, message: GroupsPrepared) -> list[Action]:
         """A worker has made the groups of a change ahead of it."""

@@ -15,6 +15,7 @@ def save(monkeypatch: pytest.MonkeyPatch, under_way: int) -> MagicMock:
     runtime.saves.is_there.return_value = False
     runtime.saves.writer.calls = under_way
     runtime.calls.position = 0
+    runtime.job.args.distributed_timeout_minutes = 10
     monkeypatch.setattr(loop, "finish_saves", MagicMock(side_effect=EpochBroken))
     monkeypatch.setattr(loop, "data_parallel_of", lambda plan: 2)
     loop.wrap_save_checkpoint_and_time(runtime, megatron)(4)

@@ -55,6 +55,7 @@ from megatron_resihp.protocol.messages import (
     Ready,
     ScriptEnded,
     ScriptFailed,
+    StillSaving,
     StopRequest,
     SurvivorReport,
     TrainingFinished,
@@ -464,6 +465,24 @@ class TestGivenUp:
         assert not job.wait(9.9)
         actions = job.wait(0.2)
         assert events(actions, "worker_dead")[0].cause == "did not report within 10 s"
+        assert only(EpochPlan, actions).plan.members == (1, 2)
+
+    def test_who_writes_a_checkpoint_is_waited_for(self) -> None:
+        """As long again each time that it says so; another that says nothing as long as that."""
+        job = Job().start()
+        assert job.tell(StillSaving(1, 0)) == [], "no epoch is broken"
+        job.kill(0)
+        job.report(2)
+        for _ in range(3):
+            assert not job.wait(9.9)
+            assert job.tell(StillSaving(1, 0)) == []
+        assert not job.wait(5.0)
+        job.report(1)
+        job.tell(StillSaving(1, 0))  # it has reported
+        job.tell(StillSaving(3, 1))  # of an epoch that is none
+        assert not job.wait(4.9)
+        actions = job.wait(0.2)
+        assert [event.dead for event in events(actions, "worker_dead")] == [3]
         assert only(EpochPlan, actions).plan.members == (1, 2)
 
     def test_who_keeps_others_from_becoming_ready(self) -> None:
