@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.nn.functional import pad
 
 
 def _init_process_group(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,6 +100,24 @@ def _all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
     return all_gather
 
 
+def _reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for sums of parts of unequal sizes, which Megatron never leaves under way."""
+
+    @functools.wraps(original)
+    def reduce_scatter(output: Tensor, input_list: Sequence[Tensor], *arguments: Any, **options: Any) -> Any:
+        longest = max(each.numel() for each in input_list)
+        if all(each.numel() == longest for each in input_list):
+            return original(output, input_list, *arguments, **options)
+        padded = [pad(each.detach().reshape(-1), (0, longest - each.numel())) for each in input_list]
+        own = output.new_empty(longest)
+        original(own, padded, *arguments, **options)
+        with torch.no_grad():
+            output.view(-1).copy_(own[: output.numel()])
+        return None
+
+    return reduce_scatter
+
+
 def _barrier(original: Callable[..., Any]) -> Callable[..., Any]:
     """Drop the device that Megatron passes, because gloo refuses it."""
 
@@ -133,6 +152,7 @@ def install() -> None:
         ("new_group", _new_group),
         ("all_gather", _all_gather),
         ("all_to_all_single", _all_to_all_single),
+        ("reduce_scatter", _reduce_scatter),
         ("barrier", _barrier),
         ("all_reduce", functools.partial(_averaging, 0)),
         ("reduce_scatter_tensor", functools.partial(_averaging, 1)),

@@ -5,23 +5,60 @@ parallelism and under smaller ones.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import EXPERTS, FP32, WISHING, Job, Jobs, check_samples, tiny
+from jobs import (
+    BF16,
+    BIASED,
+    DROPOUT,
+    EXPERTS,
+    FP32,
+    WISHING,
+    Job,
+    Jobs,
+    Tolerance,
+    ask_at,
+    check_samples,
+    check_training,
+    tiny,
+)
 from stock_runs import check_like_stock, forked_stock_steps, losses_of
 
-from megatron_resihp.plan import ParallelPlan
+from megatron_resihp.plan import ParallelPlan, Replica
 from megatron_resihp.report.run.summary import compare
 
 pytestmark = pytest.mark.nightly
 
 WORKERS = 4
+LARGE_JOB_S = 300.0
+"""Twice as many workers as most jobs have, four times rebuilt."""
 SHARED: dict[str, Any] = EXPERTS | {
     "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "moe_token_dispatcher_type": "alltoall",
     "train_iters": 9, "global_batch_size": 8,
 }  # fmt: skip
 """Two pairs of workers: each pair shares the experts."""
+GATHERED: dict[str, Any] = {"moe_token_dispatcher_type": "allgather"}
+SINKHORN: dict[str, Any] = {
+    "moe_router_load_balancing_type": "sinkhorn", "moe_router_topk": 1, "moe_aux_loss_coeff": None,
+}  # fmt: skip
+DROPPING: dict[str, Any] = {"moe_expert_capacity_factor": 0.75, "moe_pad_expert_input_to_capacity": True}
+TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 2}
+PIPELINE: dict[str, Any] = {
+    "pipeline_model_parallel_size": 2, "mtp_num_layers": 1, "untie_embeddings_and_output_weights": True,
+}  # fmt: skip
+HALF: dict[str, Any] = {
+    "fp16": True, "accumulate_allreduce_grads_in_fp32": True, "initial_loss_scale": 2**21, "hysteresis": 1,
+    "loss_scale_window": 2,
+}  # fmt: skip
+"""The first steps are skipped, and some later ones."""
+
+WORKER = tuple(((worker,),) for worker in range(WORKERS))
+MEMBERS = tuple(((worker, worker + 1),) for worker in range(0, 2 * WORKERS, 2))
+STAGES = tuple(((worker,), (worker + WORKERS,)) for worker in range(WORKERS))
+"""The stages of four replicas, as Megatron itself numbers workers."""
 
 
 def degrees(job: Job) -> list[tuple[int, int]]:
@@ -49,3 +86,53 @@ def test_a_death_and_the_return_of_the_worker(jobs: Jobs) -> None:
     check_like_stock(job, stock)
     check_samples(job)
     assert degrees(job) == [(2, 4), (1, 3), (2, 4)]
+
+
+def shared_by(degree: int, replicas: Sequence[Sequence[Sequence[int]]]) -> ParallelPlan:
+    """Replicas with these stages, of which so many share experts. They have equally many micro-batches."""
+    dealt = (tuple(range(index, SHARED["global_batch_size"], len(replicas))) for index in range(len(replicas)))
+    rows = (Replica(tuple(map(tuple, stages)), numbers) for stages, numbers in zip(replicas, dealt, strict=True))
+    return ParallelPlan(tuple(rows), expert_parallel=degree)
+
+
+def there_and_back(path: Path, replicas: Sequence[Sequence[Sequence[int]]]) -> dict[str, Any]:
+    """Each replica gets all experts, and later they share them again; then a worker dies. `path`: for the plans."""
+    last = max(worker for stages in replicas for stage in stages for worker in stage)
+    return {
+        "resihp_plan": ask_at(path, (shared_by(1, replicas), 2), (shared_by(2, replicas), 4)),
+        "resihp_inject": f"kill:{last}@6:backward",
+    }
+
+
+@pytest.mark.parametrize(
+    ("replicas", "layout", "tolerance"),
+    [
+        (WORKER, {"bf16": True}, BF16),
+        (WORKER, GATHERED | SINKHORN, FP32),
+        (WORKER, DROPPING, FP32),
+        (MEMBERS, TENSOR, FP32),
+        (MEMBERS, TENSOR | GATHERED | BIASED, FP32),
+        (STAGES, PIPELINE, FP32),
+    ],
+    ids=["bf16", "gathered, sinkhorn", "dropping", "tensor", "tensor, gathered, biased", "stages"],
+)
+def test_a_change_there_and_back_and_a_death(
+    jobs: Jobs, tmp_path: Path, replicas: Any, layout: dict[str, Any], tolerance: Tolerance
+) -> None:
+    layout, workers = SHARED | layout, len(replicas) * sum(map(len, replicas[0]))
+    stock = forked_stock_steps(jobs, workers, **layout)
+    job = jobs.start(tiny(**layout, **there_and_back(tmp_path, replicas)), workers=workers).wait(LARGE_JOB_S)
+    check_like_stock(job, stock, tolerance)
+    check_samples(job)
+    assert degrees(job) == [(2, 4), (1, 4), (2, 4), (1, 3)]
+
+
+@pytest.mark.parametrize("layout", [DROPOUT | {"moe_input_jitter_eps": 0.1}, HALF], ids=["dropout", "fp16"])
+def test_what_stock_megatron_draws_or_skips_otherwise(jobs: Jobs, tmp_path: Path, layout: dict[str, Any]) -> None:
+    """Masks, and the steps that overflow, are those of the undisturbed job."""
+    reference = jobs.reference(tiny(**SHARED | layout), workers=WORKERS)
+    job = jobs.run(tiny(**SHARED | layout, **there_and_back(tmp_path, WORKER)), workers=WORKERS)
+    check_training(job, reference, BF16 if "fp16" in layout else FP32)
+    assert degrees(job) == [(2, 4), (1, 4), (2, 4), (1, 3)]
+    skipped = reference.summary.skipped_iterations
+    assert job.summary.skipped_iterations == skipped and bool(skipped) == ("fp16" in layout)

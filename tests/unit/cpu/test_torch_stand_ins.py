@@ -9,7 +9,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_resihp.cpu.distributed import _all_gather, _all_to_all_single
+from megatron_resihp.cpu.distributed import _all_gather, _all_to_all_single, _reduce_scatter
 from megatron_resihp.cpu.factories import _moving_to_cpu, _naming_cuda, is_cuda, on_cpu
 from megatron_resihp.cpu.megatron_parts import _accepting_head_sizes, weight_gradient_kernels
 from megatron_resihp.cpu.norms import build_norm
@@ -151,6 +151,19 @@ def test_parts_of_unequal_sizes_are_gathered(async_op):
     work = _all_gather(gather_equal)(outputs, parts[1], async_op=async_op)
     assert (work is not None) == async_op and (work is None or work.wait())
     assert [output.tolist() for output in outputs] == [part.tolist() for part in parts]
+
+
+def test_parts_of_unequal_sizes_are_summed_and_scattered():
+    """The second of two members gets 1 number, the first one 3; gloo's own sum sees equal parts."""
+    parts = [torch.arange(3.0), torch.tensor([7.0])]
+
+    def sum_equal(output, inputs, group=None):
+        assert {part.shape for part in inputs} == {output.shape}
+        output.copy_(2 * inputs[1])
+
+    output = torch.empty(1)
+    assert _reduce_scatter(sum_equal)(output, parts, group=None) is None
+    assert output.tolist() == [14.0]
 
 
 def test_heads_may_have_keys_and_values_of_other_sizes():

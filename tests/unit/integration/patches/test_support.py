@@ -398,17 +398,25 @@ NOT_HELD = ("--bf16", "--sequence-parallel", "--use-distributed-optimizer", "--o
 IN_FP32 = [word for word in " ".join(COMMON).replace("--save out ", "").split() if word not in NOT_HELD]
 
 
-def test_experts_may_be_shared(check: Check) -> None:
-    assert check(*IN_FP32, *EXPERTS, *ALONE, "--expert-tensor-parallel-size", "1").switched_on
+@pytest.mark.parametrize(
+    "command",
+    [
+        "--expert-tensor-parallel-size 1", "--bf16", "--fp16", "--hidden-dropout 0.1 --moe-input-jitter-eps 0.1",
+        "--moe-expert-capacity-factor 1", "--moe-router-load-balancing-type sinkhorn --moe-router-topk 1",
+        "--moe-token-dispatcher-type allgather", "--pipeline-model-parallel-size 2",
+        "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 2",
+    ],
+)  # fmt: skip
+def test_experts_may_be_shared(check: Check, command: str) -> None:
+    assert check(*IN_FP32, *EXPERTS, *ALONE, *command.split()).switched_on
 
 
 @pytest.mark.parametrize(
     "command",
     [
-        "--use-distributed-optimizer", "--bf16", "--save out", "--hidden-dropout 0.1", "--moe-input-jitter-eps 0.1",
-        "--moe-expert-capacity-factor 1", "--moe-router-load-balancing-type sinkhorn", "--reset-position-ids",
-        "--mtp-num-layers 1", "--tensor-model-parallel-size 2 --sequence-parallel", "--resihp-spread-replicas",
-        "--resihp-strategy joint",
+        "--use-distributed-optimizer", "--save out", "--reset-position-ids",
+        "--expert-tensor-parallel-size 1 --tensor-model-parallel-size 2 --sequence-parallel",
+        "--resihp-spread-replicas", "--resihp-strategy joint",
     ],
 )  # fmt: skip
 def test_what_no_test_holds_where_experts_are_shared(
