@@ -37,6 +37,15 @@ class Job:
     run: str
     minutes: float | None
 
+    @property
+    def counts_masters(self) -> int:
+        """How often Megatron counts each master in the norm of parameters, in the job's own layout: it sums parts of
+        masters over all replicas, and each instance of the optimizer has all parts. 0: it takes the parameters, not
+        the masters, but in bf16."""
+        if not self.args.bf16:
+            return 0
+        return self.optimizer_instances if self.shares_optimizer else 1
+
 
 def job_of(config: ResihpConfig, args: Any, derived: DerivedArguments, run: str) -> Job:
     """Taken down before any plan changes what the validated arguments say."""

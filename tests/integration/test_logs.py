@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import BF16, EXPERTS, FP32, PRETRAIN, Job, Jobs, Tolerance, ask_for, check_training, tiny
+from jobs import BF16, EXPERTS, FP32, PRETRAIN, Job, Jobs, Tolerance, ask_at, ask_for, check_training, tiny
 from test_checkpoints import stock_losses
+from test_distributed_optimizer import FOUR as REPLICAS
+from test_distributed_optimizer import UNLIKE
 from test_plans import FOUR, MODEL, UNIFORM_LAYOUT, own_plan
 from wandb.proto.wandb_internal_pb2 import Record
 from wandb.sdk.internal.datastore import DataStore
@@ -185,6 +187,28 @@ def test_logs_of_any_plan(jobs: Jobs, tmp_path: Path, names: Sequence[str], mode
     assert len(job.events("epoch_started")) == 1 + len(plans)
     zeros = 0.0 if "untie_embeddings_and_output_weights" not in model else None
     check_files(mended, whole, 15, zeros=zeros)
+
+
+def norms_of_parameters(directory: Path) -> list[float]:
+    return [value for _, value in tensorboard_curves(directory)["params-norm"]]
+
+
+@NIGHTLY
+def test_norms_of_parameters_are_those_of_the_job_s_own_layout(jobs: Jobs, tmp_path: Path) -> None:
+    """Megatron counts parameters once for each instance of the optimizer. The plans have one, or no such optimizer."""
+    pytest.importorskip("einops", reason="einops is not installed: Megatron makes the groups of instances with it")
+    model = {"use_distributed_optimizer": True, "bf16": True, "train_iters": 12}
+    instances = {"num_distributed_optimizer_instances": 2}
+    once, stock, ours = (tmp_path / name for name in ("once", "stock", "ours"))
+    stock_losses(PRETRAIN, 4, **logged(once, **model))
+    stock_losses(PRETRAIN, 4, **logged(stock, **model, **instances))
+    plans = ask_at(tmp_path, (UNLIKE, 2), (REPLICAS, 6))
+    job = run(jobs, ours, **model, **instances, resihp_plan=plans, resihp_inject="kill:1@9:backward")
+    assert job.code == 0, job.tails()
+    assert len(job.events("reconfiguration")) == 2 and len(job.summary.deaths) == 1
+    expected = norms_of_parameters(stock)
+    assert expected == pytest.approx([2**0.5 * each for each in norms_of_parameters(once)], rel=BF16.norm)
+    assert norms_of_parameters(ours) == pytest.approx(expected, rel=BF16.norm) and len(expected) == 12
 
 
 @NIGHTLY

@@ -27,7 +27,16 @@ from megatron_resihp.executor.slice_sums import make_buckets, sum_gradients
 from megatron_resihp.integration.modes.direct_way import WatchedPeers, agreed_to_use, can_carry
 from megatron_resihp.integration.modes.emergency_format import whole_metadata
 from megatron_resihp.integration.modes.migration import migrate_slices
-from megatron_resihp.integration.modes.mode import Counts, DocumentCounts, Losses, Migrated, Mode, ModeState, Schedule
+from megatron_resihp.integration.modes.mode import (
+    Counts,
+    DocumentCounts,
+    Losses,
+    Migrated,
+    Mode,
+    ModeState,
+    ParametersNorm,
+    Schedule,
+)
 from megatron_resihp.integration.modes.uniform import averaging_of
 from megatron_resihp.integration.ops.first_micro_batch import treat_all_alike
 from megatron_resihp.integration.ops.measured_exchange import MeasuredExchange
@@ -248,9 +257,12 @@ class HeterogeneousCounts(Counts):
     def zeros(self) -> int:
         return zeros_in(counted_gradients(self._runtime.held.live.model, self._shares, self._own_degree))
 
-    def parameters_norm(self, original: Callable[[], float]) -> float:
+    def parameters_norm(self, original: ParametersNorm) -> float:
         """Megatron's groups are of one stage each."""
-        own = counted_parameters_squared(self._runtime.held.live.model, self._shares, self._own_degree)
+        runtime = self._runtime
+        own = counted_parameters_squared(
+            runtime.held.live.model, self._shares, self._own_degree, runtime.job.counts_masters
+        )
         total = torch.tensor([own], dtype=torch.float64, device="cuda")
         dist.all_reduce(total)
         return math.sqrt(float(total))

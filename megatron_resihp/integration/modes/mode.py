@@ -25,6 +25,8 @@ from megatron_resihp.protocol.records import Outcome
 
 Losses = list[dict[str, Any]]
 Schedule = Callable[..., Losses]
+ParametersNorm = Callable[[Sequence[Any]], float]
+"""The norm of the parameters of a model's chunks."""
 DocumentCounts = tuple[float | None, float | None]
 """Σ l and Σ l² of packed documents' lengths; None: there are none."""
 
@@ -55,8 +57,9 @@ class Counts(ABC):
         """How many elements of these gradients are zero."""
 
     @abstractmethod
-    def parameters_norm(self, original: Callable[[], float]) -> float:
-        """The norm of all parameters; all working workers call it together. `original`: Megatron's."""
+    def parameters_norm(self, original: ParametersNorm) -> float:
+        """The norm of all parameters, as Megatron logs it in the job's own layout; all working workers call it
+        together. `original`: Megatron's."""
 
 
 class Mode(ABC):

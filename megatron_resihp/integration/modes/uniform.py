@@ -5,8 +5,10 @@ With the distributed optimizer the replicas of a shard own parts of its state (`
 and this package.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,7 +20,16 @@ from megatron_resihp.executor.gloo.groups_ahead import WorldGroup
 from megatron_resihp.executor.groups.side_group import MakeSideGroup
 from megatron_resihp.integration import releases
 from megatron_resihp.integration.modes.migration import digests_by_slice, migrate_shards, migrate_slices, own_shards
-from megatron_resihp.integration.modes.mode import Counts, DocumentCounts, Losses, Migrated, Mode, ModeState, Schedule
+from megatron_resihp.integration.modes.mode import (
+    Counts,
+    DocumentCounts,
+    Losses,
+    Migrated,
+    Mode,
+    ModeState,
+    ParametersNorm,
+    Schedule,
+)
 from megatron_resihp.integration.patches.experts.sharing import steps_experts
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.digests import shard_digest
@@ -49,7 +60,7 @@ class UniformMode(Mode):
         self.everybody = make_group("everybody", view.plan.members)
         self.averaging = averaging_of(runtime, data_parallel_of(view.plan))
         self._runtime = runtime
-        self.counts = UniformCounts(runtime, self.counts_part)
+        self.counts = UniformCounts(runtime, self.counts_part, self.instances)
         self._join(make_group)
 
     @property
@@ -131,11 +142,26 @@ def _run(view: UniformView, schedule: Schedule, call: dict[str, Any], count: int
     return schedule(**{**call, "num_microbatches": count})
 
 
-class UniformCounts(Counts):
-    """Counts by whole shards. `counting`: whether this worker's gradients of an optimizer are counted."""
+@dataclass(frozen=True)
+class _InParts:
+    """Stands for a chunk: those of its parameters whose masters are in parts with a distributed optimizer."""
 
-    def __init__(self, runtime: Runtime, counting: Callable[[Any], bool]) -> None:
-        self._runtime, self._counting = runtime, counting
+    chunk: Any
+
+    def parameters(self) -> Iterator[Any]:
+        return (each for each in self.chunk.parameters() if getattr(each, "main_param_sharded", False))
+
+
+class UniformCounts(Counts):
+    """Counts by whole shards.
+
+    Args:
+        counting: whether this worker's gradients of an optimizer are counted.
+        instances: of the distributed optimizer, under this plan.
+    """
+
+    def __init__(self, runtime: Runtime, counting: Callable[[Any], bool], instances: int) -> None:
+        self._runtime, self._counting, self._instances = runtime, counting, instances
 
     def norm_squared(self) -> float:
         total = 0.0
@@ -147,8 +173,15 @@ class UniformCounts(Counts):
     def zeros(self) -> int:
         return zeros_in(gradient for gradients in self._counted() for gradient in gradients)
 
-    def parameters_norm(self, original: Callable[[], float]) -> float:
-        return original()
+    def parameters_norm(self, original: ParametersNorm) -> float:
+        """Megatron counts masters once for each instance of the optimizer, of which the plan may have others than the
+        job's own layout."""
+        model, own = self._runtime.held.live.model, self._runtime.job.counts_masters
+        norm = original(model)
+        if own in (0, self._instances):
+            return norm
+        in_parts = original([_InParts(chunk) for chunk in model])
+        return math.sqrt(norm**2 + (own / self._instances - 1) * in_parts**2)
 
     def _counted(self) -> Iterator[list[torch.Tensor]]:
         list_gradients = releases.current().norm_gradients

@@ -185,8 +185,8 @@ def wrap_training_log(runtime: Runtime, original: Callable[..., Any]) -> Callabl
 def wrap_params_norm(runtime: Runtime, original: Callable[..., float]) -> Callable[..., float]:
     """The norm of all parameters, after the step."""
 
-    def calc_params_l2_norm(*args: Any, **kwargs: Any) -> float:
-        return runtime.mode.counts.parameters_norm(lambda: original(*args, **kwargs))
+    def calc_params_l2_norm(model: Any, *args: Any, **kwargs: Any) -> float:
+        return runtime.mode.counts.parameters_norm(lambda chunks: original(chunks, *args, **kwargs))
 
     return calc_params_l2_norm
 

@@ -87,17 +87,25 @@ def counted_norm_squared(model: Sequence[Any], shares: SliceShares, own_degree: 
     return _squares_of(counted_gradients(model, shares, own_degree))
 
 
-def counted_parameters_squared(model: Sequence[Any], shares: SliceShares, own_degree: int) -> float:
-    """Sum of squares of the parameters of the slices that this worker counts, of masters where there are any."""
+def counted_parameters_squared(
+    model: Sequence[Any], shares: SliceShares, own_degree: int, counts_masters: int
+) -> float:
+    """Sum of squares of the parameters of the slices that this worker counts.
+
+    Args:
+        own_degree: of tensor parallelism, in the job's layout.
+        counts_masters: how often a master counts in the place of its parameter; 0: the parameter does, once.
+    """
+    # A slice may be here twice, as word embeddings and as head.
     counted: dict[tuple[Slice, str], torch.Tensor] = {}
+    masters: dict[tuple[Slice, str], torch.Tensor] = {}
     for piece in pieces_of(model, shares.own, shares.cuts, shares.tied_head) if shares.own else ():
         if piece.slice in shares.counted:
-            master = getattr(piece.parameter, "main_param", None)
+            master = getattr(piece.parameter, "main_param", None) if counts_masters else None
             view = piece.of(piece.parameter.data if master is None else master.data)
-            counted[piece.slice, piece.name] = counted_by_megatron(
-                piece.slice, piece.name, view, shares.cuts, own_degree
-            )
-    return _squares_of(list(counted.values()))
+            into = counted if master is None else masters
+            into[piece.slice, piece.name] = counted_by_megatron(piece.slice, piece.name, view, shares.cuts, own_degree)
+    return _squares_of(list(counted.values())) + counts_masters * _squares_of(list(masters.values()))
 
 
 def _squares_of(tensors: Sequence[torch.Tensor]) -> float:

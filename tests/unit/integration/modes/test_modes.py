@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from megatron.training import training
 
+from megatron_resihp.integration.job import Job
 from megatron_resihp.integration.modes import shared_out
 from megatron_resihp.integration.modes.choice import mode_of
 from megatron_resihp.integration.modes.heterogeneous import HeterogeneousMode
@@ -28,6 +30,7 @@ from megatron_resihp.plan import Chunk, ParallelPlan, Replica
 
 LAYERS = (Chunk(0, 0, 6),)
 HETEROGENEOUS = ParallelPlan((Replica(((0,),), (0, 1), LAYERS), Replica(((1, 2),), (2,), LAYERS)), {3: None})
+OWN = OwnLayout(LAYERS, 1, 3, False, None)
 THREE_REPLICAS = ParallelPlan(tuple(Replica(((each,),), (each,)) for each in range(3)))
 
 
@@ -42,16 +45,18 @@ class Group:
         values += self._others
 
 
-def job(worker: int, *, distributed_optimizer: bool = False, per_token: bool = False) -> Any:
+def job(
+    worker: int, *, distributed_optimizer: bool = False, per_token: bool = False, instances: int = 1,
+    bf16: bool = False, own: OwnLayout = OWN,
+) -> Any:  # fmt: skip
     """What modes ask of a worker's job of six layers and three micro-batches."""
     args = SimpleNamespace(
         use_tp_pp_dp_mapping=False, calculate_per_token_loss=per_token, global_batch_size=3, micro_batch_size=1,
-        fp16=False, accumulate_allreduce_grads_in_fp32=False,
+        fp16=False, bf16=bf16, accumulate_allreduce_grads_in_fp32=False,
     )  # fmt: skip
-    own = OwnLayout(LAYERS, 1, 3, False, None)
     return SimpleNamespace(
         worker=worker, reach=lambda point: None, progress=Progress(),
-        job=SimpleNamespace(args=args, own=own, shares_optimizer=distributed_optimizer, optimizer_instances=1),
+        job=Job(cast(Any, None), args, cast(Any, None), own, distributed_optimizer, instances, "", None),
     )  # fmt: skip
 
 
@@ -165,8 +170,8 @@ def test_an_interleaved_pipeline_runs_a_micro_batch_for_each_stage_at_least(
 ) -> None:
     """Those that it has no share of count nothing."""
     for replica, expected in enumerate(counted):
-        runtime, config = job(2 * replica + 1), SimpleNamespace()
-        runtime.job.own = OwnLayout(IN_TURNS, 1, 3, False, None, micro_batch_group=2)
+        own = OwnLayout(IN_TURNS, 1, 3, False, None, micro_batch_group=2)
+        runtime, config = job(2 * replica + 1, own=own), SimpleNamespace()
         view = mode(TWO_STAGES, runtime).view
         losses = wrap_get_forward_backward_func(runtime, lambda: schedule)()(
             forward_only=True, num_microbatches=micro_batches, model=[SimpleNamespace(config=config)]
@@ -186,6 +191,35 @@ def test_a_standby_divides_by_the_tokens_of_others_only() -> None:
     standby.held = SimpleNamespace(live=SimpleNamespace(model=[SimpleNamespace(scale_gradients=factors.append)]))
     mode(HETEROGENEOUS, standby, others=8.0).share_gradients()
     assert factors == [1 / 8]
+
+
+# ---- parameters
+
+
+@pytest.mark.parametrize(
+    ("replicas", "own", "bf16", "shared", "expected"),
+    [
+        (4, 2, True, True, 3 + 2 * 5), (3, 2, True, True, 3 + 2 * 5), (2, 2, True, True, 3 + 2 * 5),
+        (6, 3, True, True, 3 + 3 * 5), (5, 1, True, True, 3 + 5), (3, 2, False, True, 3 + 5), (3, 2, True, False, 3),
+    ],
+)  # fmt: skip
+def test_masters_in_parts_count_once_for_each_instance_that_the_job_itself_has(
+    replicas: int, own: int, bf16: bool, shared: bool, expected: float
+) -> None:
+    """Megatron counts them once for each instance of the plan in force; in fp16 it counts parameters instead."""
+    plan = ParallelPlan(tuple(Replica(((each,),), (each,)) for each in range(replicas)))
+    runtime = job(0, distributed_optimizer=shared, instances=own, bf16=bf16)
+    found = mode(plan, runtime)
+    whole, in_parts = SimpleNamespace(squared=3.0), SimpleNamespace(squared=5.0, main_param_sharded=True)
+    parameters = [whole, in_parts] if shared else [whole]
+    runtime.held = SimpleNamespace(live=SimpleNamespace(model=[SimpleNamespace(parameters=lambda: iter(parameters))]))
+
+    def megatrons(model: Sequence[Any]) -> float:
+        times = found.instances if bf16 else 1  # type: ignore[attr-defined]
+        counted = [each for chunk in model for each in chunk.parameters()]
+        return math.sqrt(sum(each.squared * (times if each is in_parts else 1) for each in counted))
+
+    assert found.counts.parameters_norm(megatrons) == pytest.approx(math.sqrt(expected))
 
 
 # ---- documents

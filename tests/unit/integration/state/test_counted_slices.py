@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -56,24 +57,31 @@ def over_all(count: Any, tied_head: int | None = None, **options: Any) -> float:
     return sum(count(model_of(worker, **options), SliceShares(PLAN, worker, tied_head), OWN_DEGREE) for worker in HELD)
 
 
+def parameters_squared(*held: Any, counts_masters: int = 0) -> float:
+    return counted_parameters_squared(*held, counts_masters)
+
+
 def test_all_is_counted_once() -> None:
     parameters = list(parameters_of(0).values())
     squares = float(sum(parameter.detach().double().square().sum() for parameter in parameters))
     gradients: list[torch.Tensor] = [parameter.main_grad for parameter in parameters]  # type: ignore[attr-defined]
-    assert over_all(counted_parameters_squared) == pytest.approx(squares, rel=1e-6)
+    assert over_all(parameters_squared) == pytest.approx(squares, rel=1e-6)
     assert over_all(counted_norm_squared) == pytest.approx(float(sum(g.square().sum() for g in gradients)), rel=1e-6)
     zeros = sum(int((gradient == 0).sum()) for gradient in gradients)
     assert over_all(lambda *held: zeros_in(counted_gradients(*held))) == zeros > 0
 
 
-def test_masters_are_what_counts_of_16_bit_parameters() -> None:
-    once, masters = over_all(counted_parameters_squared), over_all(counted_parameters_squared, masters=True)
-    assert masters == pytest.approx(4 * once, rel=1e-6)
+def test_masters_count_as_often_as_they_are_said_to_and_else_their_parameters_once() -> None:
+    once = over_all(parameters_squared)
+    for times, expected in ((0, once), (1, 4 * once), (2, 8 * once)):
+        masters = over_all(partial(parameters_squared, counts_masters=times), masters=True)
+        assert masters == pytest.approx(expected, rel=1e-6)
+        assert over_all(partial(parameters_squared, counts_masters=times)) == once, "there are no masters"
 
 
 def test_word_embeddings_that_are_the_head_too_are_counted_once() -> None:
     """Which of their two copies, which are equal in a job, does not matter."""
-    untied, tied = over_all(counted_parameters_squared), over_all(counted_parameters_squared, tied_head=2)
+    untied, tied = over_all(parameters_squared), over_all(parameters_squared, tied_head=2)
     parameters = parameters_of(0)
     copies = [float(parameters[name].detach().square().sum()) for name in (CUT[0], CUT[2])]
     assert any(tied == pytest.approx(untied - copy, rel=1e-6) for copy in copies)
@@ -81,5 +89,5 @@ def test_word_embeddings_that_are_the_head_too_are_counted_once() -> None:
 
 def test_a_standby_counts_nothing() -> None:
     shares = SliceShares(PLAN, 3, None)
-    assert counted_parameters_squared([], shares, OWN_DEGREE) == 0.0
+    assert parameters_squared([], shares, OWN_DEGREE) == 0.0
     assert zeros_in(counted_gradients([], shares, OWN_DEGREE)) == 0
