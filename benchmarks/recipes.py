@@ -15,7 +15,8 @@ once. Each then runs on CPUs, with workers that are forked from one warm process
 - in 16 bits: stock Megatron with another degree of tensor parallelism, whose differences are tolerated, the loss's up
   to the control's hundredth, and numbers of zeros besides as far as chance goes (`recipe_runs/counts.py`);
 - with `--resihp`: a worker gets a SIGKILL at a random point, the survivors change to two replicas that differ in
-  stages, degrees and shares, and then the dead worker returns.
+  stages, degrees and shares, and then the dead worker returns. Survivors of a job with context parallelism, which runs
+  uniform plans only, change to the fewest replicas that share sequences as in the job's own layout.
 
 Every number that Megatron would write to TensorBoard (losses, norms, zeros, rates, evaluations), on any worker and in
 any attempt, is compared unrounded: at most 1e-5 relatively in fp32. Times and memory are left out.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens to a recipe's job: who dies where, and the heterogeneous plan that the survivors change to.
+"""What happens to a recipe's job: who dies where, and the plan that the survivors change to.
 
 Pure: the same seed gives the same. May import `megatron_resihp.plan` and `megatron_resihp.config`.
 """
@@ -60,6 +60,23 @@ def unlike_replicas(
         Replica(second, tuple(range(larger, micro_batches)), _chunks(len(second), layers)),
     )
     return ParallelPlan(replicas, {})
+
+
+def sharing_replicas(
+    survivors: Sequence[int], tensor: int, pipeline: int, context: int, micro_batches: int
+) -> ParallelPlan:
+    """As many replicas as share each sequence in the job's own layout, and no others: they run all micro-batches. A job
+    with context parallelism runs uniform plans only.
+
+    Args:
+        tensor, pipeline, context: the recipe's degrees.
+    """
+    whole = [
+        tuple(tuple(survivors[start : start + tensor]) for start in range(first, first + tensor * pipeline, tensor))
+        for first in range(0, context * tensor * pipeline, tensor * pipeline)
+    ]
+    shared = tuple(range(micro_batches))
+    return ParallelPlan(tuple(Replica(stages, shared) for stages in whole), context_parallel=context)
 
 
 def _deal(survivors: Sequence[int], wide: int) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:

@@ -19,10 +19,10 @@ from megatron_resihp.cost.training import why_own_degree
 from megatron_resihp.plan import ParallelPlan
 from recipe_runs.compare import Logged, read_logged
 from recipe_runs.filling import write_documents
-from recipe_runs.plans import CHANGE_AT, HOLD_AT, Death, draw_death, unlike_replicas
+from recipe_runs.plans import CHANGE_AT, HOLD_AT, Death, draw_death, sharing_replicas, unlike_replicas
 from recipe_runs.shrinking.devices import DOCUMENTS
 from recipe_runs.shrinking.draft import Draft, read_options
-from recipe_runs.shrinking.grid import LAYER_COUNT, PIPELINE, TENSOR
+from recipe_runs.shrinking.grid import CONTEXT, LAYER_COUNT, PIPELINE, TENSOR
 from recipe_runs.shrinking.schedule import first_batch
 from recipe_runs.shrinking.shrink import Shrunk
 
@@ -63,7 +63,7 @@ class Runner:
         return self._finish(self._start(shrunk, name, changes, without_plugin=True), name)
 
     def through_death(self, shrunk: Shrunk, random: Random) -> tuple[Run, Death]:
-        """With the plugin: a death, a change to unlike replicas without the dead, and the return of the dead."""
+        """With the plugin: a death, a change to another plan without the dead, and the return of the dead."""
         death = draw_death(random, shrunk.workers, Draft(read_options(shrunk.words, {})).number(PIPELINE))
         run_dir = self._new_directory("death")
         plan = run_dir / "plan.json"
@@ -106,6 +106,8 @@ def plan_of(shrunk: Shrunk, death: Death) -> ParallelPlan:
     micro_batches = first_batch(draft) // draft.number("--micro-batch-size")
     arguments = {name: draft.text(f"--{name.replace('_', '-')}") for name in ("optimizer", "num_experts")}
     tensor, sequence = draft.number(TENSOR), draft.has("--sequence-parallel")
+    if draft.number(CONTEXT) > 1:
+        return sharing_replicas(survivors, tensor, draft.number(PIPELINE), draft.number(CONTEXT), micro_batches)
     only = tensor if why_own_degree(arguments | {"sequence_parallel": sequence}) else None
     return unlike_replicas(survivors, tensor, draft.number(LAYER_COUNT) + 2, micro_batches, only)
 
@@ -128,12 +130,12 @@ class _Course:
     def go_on(self) -> None:
         if not (self._run_dir / "join").exists():
             refused = self._job.events("change_refused")
-            if refused or self._steps_under_unlike_replicas():
+            if refused or self._steps_after_change():
                 (self._run_dir / "join").touch()
         elif self._job.events("worker_waiting"):
             (self._run_dir / "go_on").touch()
 
-    def _steps_under_unlike_replicas(self) -> bool:
+    def _steps_after_change(self) -> bool:
         epochs = {event["to_epoch"] for event in self._job.events("reconfiguration")}
         return any(event["epoch"] in epochs for event in self._job.events("iteration"))
 

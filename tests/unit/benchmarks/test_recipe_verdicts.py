@@ -16,7 +16,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "integration"))
 
 from recipe_runs.compare import Logged, differences, read_logged
-from recipe_runs.plans import HOLD_AT, POINTS, Death, draw_death, unlike_replicas
+from recipe_runs.plans import HOLD_AT, POINTS, Death, draw_death, sharing_replicas, unlike_replicas
 from recipe_runs.results import Line, Results, lines_of, summary
 from recipe_runs.shrinking.shrink import Shrunk
 from recipe_runs.trial import EQUAL, FAILED, FP32, NO_CONTROL, UNEQUAL, Verdict, judge
@@ -125,6 +125,19 @@ def test_survivors_get_a_plan_that_megatrons_own_groups_cannot_run(workers: int,
         assert plan.not_uniform is not None
         assert only is None or all(len(stage) == only for replica in plan.replicas for stage in replica.stages)
         assert set(plan.members) <= set(survivors)
+
+
+@pytest.mark.parametrize(("tensor", "pipeline", "context"), [(2, 1, 2), (1, 2, 2), (1, 1, 4)])
+def test_survivors_of_a_job_with_context_parallelism_share_sequences_as_the_job_does(
+    tensor: int, pipeline: int, context: int
+) -> None:
+    for dead in range(8):
+        survivors = [worker for worker in range(8) if worker != dead]
+        plan = sharing_replicas(survivors, tensor, pipeline, context, 6)
+        assert plan.not_uniform is None and plan.context_parallel == len(plan.replicas) == context
+        assert plan.micro_batch_count == 6 and set(plan.members) <= set(survivors)
+        assert {len(replica.stages) for replica in plan.replicas} == {pipeline}
+        assert {len(stage) for replica in plan.replicas for stage in replica.stages} == {tensor}
 
 
 def test_a_benchmark_that_was_cut_off_goes_on_where_it_was(tmp_path: Path) -> None:
