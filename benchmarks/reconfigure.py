@@ -14,6 +14,8 @@ layers, unlike replicas. Nothing fails.
 - `phases`: medians over the changes of what each phase took the worker that took longest.
 - `bytes_over_minimum`: all bytes that were sent over parameters and moments that the new plans' workers lacked. What
   is above 1 are the optimizer's counts of steps.
+- `bytes_new_share`: bytes of parameters, gradients and optimizer that workers built anew over those that they had, by
+  kind of change; `fail_stop_bytes_new_share` after kills. The rest was taken over from the old objects.
 
 Fail-stop: in other jobs, run with `--resihp-strategy joint`, a worker is killed with SIGKILL once the planner has
 rehearsed and has made its plans for likely losses; the victim's tensor-parallel peers keep working in a plan whose
@@ -34,7 +36,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -55,6 +57,7 @@ from kills import PHASES, Kill, kill_in_place
 from megatron_resihp.events.epochs import EpochStarted, Phase, Reconfiguration
 from megatron_resihp.events.event import Event
 from megatron_resihp.events.replanning import Planned
+from megatron_resihp.events.workers import Resources
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica, even_chunks, spelled_out
 from megatron_resihp.plan.slices import TIED, WHOLE, Slice, all_shards, cuts_of, slices_of
 
@@ -149,9 +152,11 @@ def summarize(events: Sequence[Event]) -> dict[str, Any]:
         if isinstance(event, EpochStarted)
     }
     by_change: dict[str, list[float]] = {}
+    epochs: dict[str, set[int]] = {}
     least = moved = 0
     for change in changes:
         name = Path(change.why).stem.partition(" ")[2]
+        epochs.setdefault(name, set()).add(change.to_epoch)
         by_change.setdefault(name, []).append(change.stood_still_s)
         moved += change.bytes_moved or 0
         least += least_bytes(plans[change.from_epoch], plans[change.to_epoch])
@@ -171,8 +176,16 @@ def summarize(events: Sequence[Event]) -> dict[str, Any]:
         },
         "bytes_moved": moved,
         "bytes_over_minimum": moved / least if least else None,
+        "bytes_new_share": {name: built_anew(events, to) for name, to in epochs.items()},
         "changes": len(changes),
     }
+
+
+def built_anew(events: Sequence[Event], epochs: Container[int]) -> float | None:
+    """The share of their state that workers built anew on the way to these epochs; None: no worker says it."""
+    told = [event for event in events if isinstance(event, Resources) and event.to_epoch in epochs]
+    before = sum(event.bytes_before or 0 for event in told)
+    return sum(event.bytes_new or 0 for event in told) / before if before else None
 
 
 def kill(victim: int, directory: Path) -> tuple[Kill, list[Event]]:
@@ -220,6 +233,7 @@ def summarize_kills(kills: Sequence[tuple[Kill, Sequence[Event]]]) -> dict[str, 
         "fail_stop_each_s": [kill.in_place_s for kill in measured],
         "fail_stop_phases": {name: statistics.median(kill.phases[name] for kill in measured) for name in PHASES},
         "planning_s": [event.planning_s for event in planned],
+        "fail_stop_bytes_new_share": [built_anew(events, range(1, sys.maxsize)) for _, events in kills],
         "made_ahead": sum(bool(event.made_ahead) for event in planned),
         "fail_stop_asymmetric": sum(ParallelPlan.from_dict(event.plan).not_uniform is not None for event in last),
         "kills": len(measured),

@@ -33,6 +33,8 @@ from supervise import Part, run_cases
 
 CALL_S: Final = 470.0
 """Seconds after which a call's last case is ended."""
+REHEARSAL_S: Final = 3600.0
+"""The same for a rehearsal, where few cores do the work of a device."""
 
 PARTS: Final = (
     Part("device", 1, device.run, device.CASES, 60, "the device, its driver and libraries"),
@@ -73,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if any(out.iterdir()):
         print(f"gpu_check: {out} is not empty; name a new folder", file=sys.stderr)
         return 2
-    setting = Setting(asked.stand_in, out, time.monotonic() + asked.seconds)
+    seconds = asked.seconds or (REHEARSAL_S if asked.stand_in else CALL_S)
+    setting = Setting(asked.stand_in, out, time.monotonic() + seconds)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     failed = [part.name for part in parts if not _passes(part, setting, asked)]
     print(json.dumps({"parts": len(parts), "failed": len(failed), "failed_parts": failed, "stand_in": asked.stand_in}))
@@ -87,7 +90,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--part", nargs="+", default=[], choices=[part.name for part in PARTS], help="only these parts")
     parser.add_argument("--case", nargs="+", default=[], help="only these cases of the parts")
     parser.add_argument("--out", type=Path, help="folder for logs; must be new or empty")
-    parser.add_argument("--seconds", type=float, default=CALL_S, help="end all cases by then (default: %(default)g)")
+    limit = f"end all cases by then (default: {CALL_S:g}, in a rehearsal {REHEARSAL_S:g})"
+    parser.add_argument("--seconds", type=float, help=limit)
     parser.add_argument("--beside", type=int, default=1, help="jobs that are not timed and run at the same time")
     parser.add_argument("--list", action="store_true", help="say what would run")
     return parser

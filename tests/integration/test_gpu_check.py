@@ -42,5 +42,5 @@ def test_all_parts_are_rehearsed(repository: Path) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", PARTS)
 def test_a_whole_part(repository: Path, tmp_path: Path, part: str) -> None:
-    said = rehearse(repository, tmp_path / "out", "--part", part, "--seconds", "1700")
+    said = rehearse(repository, tmp_path / "out", "--part", part)
     assert (said["parts"], said["failed"]) == (1, 0)
