@@ -137,6 +137,7 @@ def _become_launcher(request: dict[str, Any]) -> NoReturn:
         from megatron_resihp.control.commands import launcher
         from megatron_resihp.control.commands.launch_options import LaunchOptions
         from megatron_resihp.control.transport.address import Address
+        from megatron_resihp.control.transport.etcd.location import parse_location
 
         linux.die_with_parent()
         os.setsid()
@@ -158,6 +159,8 @@ def _become_launcher(request: dict[str, Any]) -> NoReturn:
             os._exit(launch_plain(command, request["workers_per_node"], run_dir))
         if "coordinator" in request:
             request["coordinator"] = Address(*request["coordinator"])
+        if "control" in request:
+            request["control"] = parse_location(request["control"])
         options = LaunchOptions(command=command, run_dir=run_dir, stand_in=True, **request)
         code = launcher.launch(options, fork_worker, RunReport)
     except BaseException:

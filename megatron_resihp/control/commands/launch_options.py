@@ -20,6 +20,7 @@ from megatron_resihp.control.commands.rendezvous import Rendezvous, can_be_bound
 from megatron_resihp.control.job_size import JobSize, parse_nodes
 from megatron_resihp.control.node.output import MODES
 from megatron_resihp.control.transport.address import Address, parse_address
+from megatron_resihp.control.transport.etcd.location import Location, parse_location
 
 RUNS: Final = Path("resihp-runs")
 LONGEST_PERIOD_S: Final = 1.0
@@ -43,6 +44,7 @@ class LaunchOptions:
         nodes, late_nodes, workers_per_node: see `JobSize`.
         node: this one's rank.
         coordinator: where node 0 serves the store; None: on this machine only, at a free port.
+        control: where in etcd node 0 keeps decisions, too; None: nowhere.
         interface: the network interface that this node's workers use; None: torch chooses.
         run_dir: None: a new directory in `runs`.
         logs: one of output.MODES.
@@ -62,6 +64,7 @@ class LaunchOptions:
     late_nodes: int = 0
     node: int = 0
     coordinator: Address | None = None
+    control: Location | None = None
     interface: str | None = None
     run_dir: Path | None = None
     runs: Path = RUNS
@@ -102,6 +105,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the others up to MAX-1 may be launched at any later time and join it (default 1)")  # fmt: skip
     add("--node-rank", type=int, metavar="RANK", help="this node's rank, from 0 (default 0)")
     add("--coordinator", metavar="HOST:PORT", help="where node 0 serves the control plane; needed for several nodes")
+    add("--control", metavar="etcd://HOST:PORT,HOST:PORT/RUN", help="keep decisions in this etcd, too, under the name "
+        "RUN, and carry out nothing that is not there (default: only in the run directory)")  # fmt: skip
     add("--interface", metavar="NAME", help="network interface that this node's workers use, for gloo and NCCL, such "
         "as eth0 (default: torch chooses)")  # fmt: skip
     add("--run-dir", type=Path, metavar="DIR", help=f"logs and events go here (default {RUNS}/DATE-TIME)")
@@ -159,6 +164,7 @@ def options_of(
         late_nodes=late_nodes,
         node=meeting.node,
         coordinator=_coordinator(namespace) or meeting.address,
+        control=_control(namespace),
         interface=namespace.interface,
         run_dir=namespace.run_dir or _shared_directory(said, nodes + late_nodes, meeting),
         runs=_runs(said),
@@ -176,6 +182,13 @@ def _coordinator(namespace: argparse.Namespace) -> Address | None:
         return parse_address(namespace.coordinator) if namespace.coordinator else None
     except ValueError as error:
         raise LaunchError(f"--coordinator {error}; give node 0's host name or address and a free port") from None
+
+
+def _control(namespace: argparse.Namespace) -> Location | None:
+    try:
+        return parse_location(namespace.control) if namespace.control else None
+    except ValueError as error:
+        raise LaunchError(f"--control {error}; give etcd's members and a name for the job") from None
 
 
 def _workers(text: str, count: Callable[[str], int]) -> int:

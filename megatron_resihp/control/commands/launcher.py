@@ -43,6 +43,8 @@ from megatron_resihp.control.node.starting import Starter, Worker
 from megatron_resihp.control.replanning.replanner import Replanner
 from megatron_resihp.control.terminal import say, warn
 from megatron_resihp.control.transport.address import Address
+from megatron_resihp.control.transport.etcd.gateway import EtcdError
+from megatron_resihp.control.transport.etcd.leadership import Leadership
 from megatron_resihp.control.transport.lasting import LastingStore
 from megatron_resihp.control.transport.liveness import LivenessConnection, Watcher
 from megatron_resihp.control.transport.node_liveness import (
@@ -120,6 +122,7 @@ class _Seat:
         offered: the node joins a running job with these.
         liveness, records: where the other nodes' liveness connections and their workers' records arrive.
         token: see `contact`.
+        leadership: in etcd; None: decisions are kept in the run directory only.
     """
 
     secret: Secret
@@ -132,6 +135,7 @@ class _Seat:
     records: socket.socket | None = None
     sink: EventSink | None = None
     token: str = ""
+    leadership: Leadership | None = None
 
 
 def _launch(options: LaunchOptions, spawn: Spawn, make_event_sink: MakeEventSink) -> int:
@@ -163,7 +167,8 @@ def _launch(options: LaunchOptions, spawn: Spawn, make_event_sink: MakeEventSink
             for worker in failures[:1] if ending.code == exit_codes.REFUSED else failures:
                 _show_failure(worker, outputs.last_lines(worker.number))
         _finish(seat, ending)
-        if ending.code == exit_codes.RETRY and options.node > 0:
+        # Node 0 knows of what it has agreed to.
+        if ending.code == exit_codes.RETRY and not (options.node == 0 and ending.agreed):
             _tell_last_save(seat.run_dir, began_at)
         return ending.code
 
@@ -194,6 +199,7 @@ def _take_seat(options: LaunchOptions, make_event_sink: MakeEventSink, stack: Ex
     try:
         # Before anything is written that a job which runs there would read, or has written.
         stack.enter_context(contact.published(run_dir))
+        leadership = None if options.control is None else stack.enter_context(closing(Leadership(options.control)))
         own = stack.enter_context(published_secret(run_dir))
         returning.begin(run_dir, options.size)
         (run_dir / RESULT).unlink(missing_ok=True)
@@ -203,8 +209,10 @@ def _take_seat(options: LaunchOptions, make_event_sink: MakeEventSink, stack: Ex
         raise LaunchError(_taken(run_dir, error)) from error
     except StoreError as error:
         raise LaunchError(str(error)) from error
+    except EtcdError as error:
+        raise LaunchError(f"{error}; check --control, or end the job that has its name") from error
     sink, slots = _make_sink(make_event_sink, run_dir), options.size.slots_on(0)
-    return _Seat(own, address, run_dir, slots, False, listener, liveness, records, sink, contact.token)
+    return _Seat(own, address, run_dir, slots, False, listener, liveness, records, sink, contact.token, leadership)
 
 
 def _has_joined(store: Store, options: LaunchOptions) -> bool:
@@ -319,7 +327,10 @@ def _open_headquarters(options: LaunchOptions, seat: _Seat, mailbox: Mailbox) ->
     replanner = Replanner(seat.run_dir, size, bus, requests.change_plan)
     limits = Limits(options.survivor_timeout_s, min_workers=options.min_workers, drain_s=options.drain_deadline_s)
     job = Job(size, list(options.command), limits, seat.token, seat.secret, seat.run_dir)
-    return Headquarters(seat.address, seat.listener, bus, requests, job, meeting, detection, replanner, mailbox.end)
+    return Headquarters(
+        seat.address, seat.listener, bus, requests, job, meeting, detection, replanner, mailbox.end,
+        seat.leadership,
+    )  # fmt: skip
 
 
 def _make_judge(run_dir: Path, order: Callable[[ValidationOrder], None]) -> Judge:
@@ -383,7 +394,7 @@ def _finish(seat: _Seat, ending: Ending) -> None:
 
 
 def _tell_last_save(run_dir: Path, since: float) -> None:
-    """Node 0 is lost, and its terminal with it."""
+    """The coordinator is lost, and what it would say."""
     save = last_save(run_dir, since)
     if save is not None:
         warn(f"resihp: {save.told(run_dir)}")

@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import time
-from pathlib import Path
 from typing import Any, Final
 
 from megatron_resihp.control.coordination.actions import Action, Log, Notify, Reply
 from megatron_resihp.control.coordination.decisions.entries import Step
+from megatron_resihp.control.coordination.decisions.reading import UnusableError
 from megatron_resihp.control.coordination.decisions.replay import DifferenceError, Replay
-from megatron_resihp.control.head.decision_file import UnusableError, read_decisions
+from megatron_resihp.control.head.decision_logs import decisions_at
 from megatron_resihp.control.terminal import say, warn
 
 LONGEST: Final = 100
@@ -26,14 +26,15 @@ UNUSABLE: Final = 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `resihp replay`."""
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="of the job, which may still run")
+    parser.add_argument("place", metavar="RUN_DIR", help="of the job, which may still run; or where launch --control "
+        "had its decisions kept")  # fmt: skip
     parser.add_argument("--steps", action="store_true", help="print each step, also such that changed nothing")
 
 
 def run(namespace: argparse.Namespace) -> int:
     """Do what the parsed arguments ask; the exit code is 0, 1 if the replay differs or steps are missing, or 2."""
     try:
-        found = read_decisions(namespace.run_dir)
+        found = decisions_at(namespace.place)
     except UnusableError as error:
         warn(f"resihp: {error}")
         return UNUSABLE

@@ -26,7 +26,7 @@ from megatron_resihp.control.coordination.actions import (
 )
 from megatron_resihp.control.coordination.bulletin import Bulletin
 from megatron_resihp.control.coordination.decisions.entries import Entry
-from megatron_resihp.control.coordination.decisions.recorded import Recorded
+from megatron_resihp.control.coordination.decisions.recorded import Recorded, UnrecordedError
 from megatron_resihp.control.coordination.door import Heard, Reported
 from megatron_resihp.control.coordination.inbox import Inbox
 from megatron_resihp.control.coordination.requests import Requests
@@ -120,6 +120,7 @@ class Coordinator:
 
         Raises:
             StoreError: the store is gone.
+            UnrecordedError: a decision could not be kept; nothing of it has been carried out.
             Exception: a second error.
         """
         size = self._membership.state.job.size
@@ -129,7 +130,7 @@ class Coordinator:
         ))  # fmt: skip
         try:
             return self._serve([])
-        except StoreError:
+        except (StoreError, UnrecordedError):
             raise
         except Exception as error:
             traceback.print_exc()

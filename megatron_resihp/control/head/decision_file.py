@@ -7,27 +7,17 @@ the file does not tell. May import: the standard library and this package's modu
 
 from __future__ import annotations
 
-import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from megatron_resihp.coding import WrongValueError, version_said
-from megatron_resihp.control.coordination.decisions.entries import ENTRIES, Began, Entry, Step
+from megatron_resihp.control.coordination.decisions.entries import ENTRIES, Entry
+from megatron_resihp.control.coordination.decisions.reading import Decisions, Read, UnusableError, decisions_in
 from megatron_resihp.control.terminal import warn
-from megatron_resihp.protocol.wire import COORDINATOR, MalformedError
-from megatron_resihp.version import __version__
+from megatron_resihp.protocol.wire import COORDINATOR
 
 FILE_NAME: Final = "decisions.jsonl"
 MODE: Final = 0o600
-_BEGINS: Final = f'"kind": "{Began.__name__}"'
-"""What a line with which a run begins has, among its first characters; likewise of other versions."""
-_HEAD: Final = 80
-
-
-class UnusableError(Exception):
-    """There are no decisions to be read; the text is one line for people."""
 
 
 class DecisionFile:
@@ -69,19 +59,6 @@ def _opened(path: Path) -> int:
     return file
 
 
-@dataclass(frozen=True)
-class Decisions:
-    """What a file holds of its last run.
-
-    Attributes:
-        problem: why steps are missing after these, in words; empty: none are.
-    """
-
-    began: Began
-    steps: tuple[Step, ...]
-    problem: str = ""
-
-
 def read_decisions(run_dir: Path) -> Decisions:
     """The decisions of the last run in a directory, as far as they can be read.
 
@@ -93,35 +70,5 @@ def read_decisions(run_dir: Path) -> Decisions:
         *lines, unfinished = path.read_text(errors="replace").split("\n")
     except OSError as error:
         raise UnusableError(f"{path} can't be read ({error.strerror}); give the run directory of a job") from error
-    first = max((number for number, line in enumerate(lines) if _BEGINS in line[:_HEAD]), default=None)
-    if first is None:
-        raise UnusableError(f"{path} holds no decisions: its job has not begun")
-    version = _version_in(lines[first])
-    if version not in (None, __version__):
-        raise UnusableError(f"{path} holds decisions of version {version}, this is {__version__}; replay them there")
-    entries: list[Entry] = []
-    problem = ""
-    for number, line in enumerate(lines[first:], first + 1):
-        try:
-            entry = ENTRIES.read(line).body
-        except MalformedError as error:
-            problem = f"line {number} is damaged: {error}"
-            break
-        if isinstance(entry, Step) and entry.number != len(entries):
-            problem = f"line {number} has step {entry.number}, and step {len(entries)} is missing"
-            break
-        entries.append(entry)
-    if not entries or not isinstance(entries[0], Began):
-        raise UnusableError(f"{path} holds no decisions: {problem}")
-    if unfinished:
-        problem = problem or "its last line is cut off"
-    steps = tuple(entry for entry in entries if isinstance(entry, Step))
-    return Decisions(entries[0], steps, problem and f"{path}: {problem}; what came before it is replayed")
-
-
-def _version_in(line: str) -> Any:
-    """Which version of this package a run was of; None: the line doesn't say it."""
-    try:
-        return version_said(json.loads(line)["body"])
-    except (LookupError, TypeError, ValueError, WrongValueError):
-        return None
+    read = [Read(number, line) for number, line in enumerate(lines, 1)]
+    return decisions_in(read, str(path), "line", bool(unfinished))

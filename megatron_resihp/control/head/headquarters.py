@@ -21,17 +21,19 @@ from typing import Final, Protocol
 from megatron_resihp.control import exit_codes, keys
 from megatron_resihp.control.coordination.actions import Limits
 from megatron_resihp.control.coordination.coordinator import Coordinator
+from megatron_resihp.control.coordination.decisions.recorded import UnrecordedError
 from megatron_resihp.control.coordination.requests import Requests
 from megatron_resihp.control.head import returning
-from megatron_resihp.control.head.decision_file import DecisionFile
+from megatron_resihp.control.head.decision_logs import DecisionLogs
 from megatron_resihp.control.head.detection import Detection
 from megatron_resihp.control.head.logs.logbook import Logbook
 from megatron_resihp.control.head.slurm import SlurmQuery
 from megatron_resihp.control.head.stalls import FOLLOWED, StallWatch
 from megatron_resihp.control.job_size import JobSize
-from megatron_resihp.control.node.mailbox import Ending
+from megatron_resihp.control.node.mailbox import Ending, coordinator_lost
 from megatron_resihp.control.replanning.replanner import Replanner
 from megatron_resihp.control.transport.address import Address
+from megatron_resihp.control.transport.etcd.leadership import Leadership
 from megatron_resihp.control.transport.node_liveness import Meeting, publish
 from megatron_resihp.control.transport.secret import Secret
 from megatron_resihp.control.transport.store import StoreError
@@ -81,7 +83,8 @@ class Headquarters:
         requests: what others on node 0 want of the coordinator.
         meeting: where agents of other nodes connect; None where there are none.
         detection, replanner: ended at the end.
-        on_end: told, in this object's thread, if the store can't be served.
+        on_end: told, in a thread of this object's, if the store can't be served, or decisions can't be kept.
+        leadership: in etcd, which keeps decisions, too; None: only the run directory does.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class Headquarters:
         detection: Detection,
         replanner: Replanner,
         on_end: Callable[[Ending], None],
+        leadership: Leadership | None = None,
     ) -> None:
         self._address = address
         self._listener = listener
@@ -106,6 +110,7 @@ class Headquarters:
         self._replanner = replanner
         self._logbook = Logbook(bus)
         self._on_end = on_end
+        self._leadership = leadership
         self._server: StoreServer | None = None
         self._connection: StoreClient | None = None
         self._stalls = StallWatch()
@@ -140,14 +145,25 @@ class Headquarters:
             self._on_end(Ending(exit_codes.RETRY, _failed(error)))
             return
         try:
-            with closing(DecisionFile(self._job.run_dir)) as decisions:
+            if self._leadership is not None:
+                self._leadership.keep(self._leave)
+            with closing(DecisionLogs(self._job.run_dir, self._leadership, self._closing)) as decisions:
                 self._coordinator(store, decisions).run()
+        except UnrecordedError as error:
+            self._leave(error)
         except StoreError as error:
             if not self._closing.is_set():
                 self._on_end(Ending(exit_codes.RETRY, f"the coordinator is cut off: {error}"))
         except Exception as error:
             traceback.print_exc()
             self._end(store, _failed(error))
+
+    def _leave(self, why: Exception) -> None:
+        """Decide nothing more. Workers find that the coordinator is gone, agree among themselves, save and end."""
+        if not self._closing.is_set():
+            self._on_end(coordinator_lost(why))
+            assert self._server is not None
+            self._server.close()
 
     def _end(self, store: StoreClient, reason: str) -> None:
         """In the place of a coordinator that has failed, again while survivors were to write what they hold."""
@@ -158,7 +174,7 @@ class Headquarters:
         except StoreError as error:
             self._on_end(Ending(code, f"{reason}; and {error}"))
 
-    def _coordinator(self, store: StoreClient, decisions: DecisionFile) -> Coordinator:
+    def _coordinator(self, store: StoreClient, decisions: DecisionLogs) -> Coordinator:
         job = self._job
         return Coordinator(
             store, self._bus.publish, job.size, job.command, job.limits,

@@ -34,11 +34,15 @@ from megatron_resihp.protocol.logs import LogPage, Place
 from megatron_resihp.version import __version__
 
 
+class UnrecordedError(Exception):
+    """A log can't take what was decided. So nothing of it may be carried out, and nothing more be decided."""
+
+
 class Recorded:
     """As `Membership`.
 
     Args:
-        write: takes what happened, in its order.
+        write: takes what happened, in its order; may raise UnrecordedError.
     """
 
     def __init__(

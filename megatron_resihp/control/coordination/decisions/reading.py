@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads a log of decisions, wherever it was kept: the last run in it, as far as it is whole.
+
+Pure; may import `coding`, `protocol` and this package's modules.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from megatron_resihp.coding import WrongValueError, version_said
+from megatron_resihp.control.coordination.decisions.entries import ENTRIES, Began, Entry, Step
+from megatron_resihp.protocol.wire import MalformedError
+from megatron_resihp.version import __version__
+
+_BEGINS: Final = f'"kind": "{Began.__name__}"'
+"""What an entry with which a run begins has, among its first characters; likewise of other versions."""
+_HEAD: Final = 80
+
+
+class UnusableError(Exception):
+    """There are no decisions to be read; the text is one line for people."""
+
+
+class Read(NamedTuple):
+    """An entry, as its place holds it.
+
+    Attributes:
+        number: of the entry there.
+        text: what it says.
+        damage: why that can't be read, in words.
+    """
+
+    number: int
+    text: str
+    damage: str = ""
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What is known of the last run.
+
+    Attributes:
+        problem: why steps are missing after these, in words; empty: none are.
+    """
+
+    began: Began
+    steps: tuple[Step, ...]
+    problem: str = ""
+
+
+def decisions_in(read: Sequence[Read], place: str, unit: str, cut_off: bool = False) -> Decisions:
+    """The decisions of the last run, as far as they can be read.
+
+    Args:
+        read: all that the place holds, in its order.
+        unit: what the place calls an entry.
+        cut_off: more was to come.
+
+    Raises:
+        UnusableError: there are none, or they are of another version.
+    """
+    first = max((index for index, each in enumerate(read) if _BEGINS in each.text[:_HEAD]), default=None)
+    if first is None:
+        raise UnusableError(f"{place} holds no decisions: its job has not begun")
+    version = _version_in(read[first].text)
+    if version not in (None, __version__):
+        raise UnusableError(f"{place} holds decisions of version {version}, this is {__version__}; replay them there")
+    entries, problem = _entries_of(read[first:], unit)
+    if not entries or not isinstance(entries[0], Began):
+        raise UnusableError(f"{place} holds no decisions: {problem}")
+    if cut_off:
+        problem = problem or f"its last {unit} is cut off"
+    steps = tuple(entry for entry in entries if isinstance(entry, Step))
+    return Decisions(entries[0], steps, problem and f"{place}: {problem}; what came before it is replayed")
+
+
+def _entries_of(read: Sequence[Read], unit: str) -> tuple[list[Entry], str]:
+    """The entries of one run, and why those that come after them are missing; empty: none are."""
+    entries: list[Entry] = []
+    for number, text, damage in read:
+        if damage:
+            return entries, f"{unit} {number} is damaged: {damage}"
+        try:
+            entry = ENTRIES.read(text).body
+        except MalformedError as error:
+            return entries, f"{unit} {number} is damaged: {error}"
+        if isinstance(entry, Step) and entry.number != len(entries):
+            return entries, f"{unit} {number} has step {entry.number}, and step {len(entries)} is missing"
+        entries.append(entry)
+    return entries, ""
+
+
+def _version_in(line: str) -> Any:
+    """Which version of this package a run was of; None: the line doesn't say it."""
+    try:
+        return version_said(json.loads(line)["body"])
+    except (LookupError, TypeError, ValueError, WrongValueError):
+        return None

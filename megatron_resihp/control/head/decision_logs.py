@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The logs of one job's decisions: always the file in the run directory and, where it is asked for, etcd.
+
+May import: the standard library, `transport.etcd` and this package's modules.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from megatron_resihp.control.coordination.decisions.entries import Entry
+from megatron_resihp.control.coordination.decisions.reading import Decisions, UnusableError
+from megatron_resihp.control.head.decision_file import DecisionFile, read_decisions
+from megatron_resihp.control.head.etcd_log import EtcdLog, read_etcd_decisions
+from megatron_resihp.control.transport.etcd.leadership import Leadership
+from megatron_resihp.control.transport.etcd.location import SCHEME, parse_location
+
+
+class DecisionLogs:
+    """Appends to all of them. One thread writes.
+
+    Args:
+        leadership: in etcd; None: the file is the only log.
+        closing: once it is set, etcd is not waited for.
+    """
+
+    def __init__(self, run_dir: Path, leadership: Leadership | None, closing: threading.Event) -> None:
+        self._file = DecisionFile(run_dir)
+        self._etcd = None if leadership is None else EtcdLog(leadership, closing)
+
+    def write(self, entry: Entry) -> None:
+        """Append an entry: to the file first, which etcd's log is never ahead of.
+
+        Raises:
+            UnrecordedError: etcd can't take it.
+        """
+        self._file.write(entry)
+        if self._etcd is not None:
+            self._etcd.write(entry)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._etcd is not None:
+            self._etcd.close()
+
+
+def decisions_at(place: str) -> Decisions:
+    """The decisions of the last run in a run directory, or at etcd://HOST:PORT/RUN.
+
+    Raises:
+        UnusableError: there are none, or they can't be read.
+    """
+    if not place.startswith(SCHEME):
+        return read_decisions(Path(place))
+    try:
+        location = parse_location(place)
+    except ValueError as error:
+        raise UnusableError(str(error)) from None
+    return read_etcd_decisions(location)

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The log of decisions in etcd: an entry a key, made once, by the leader only.
+
+Entries are compressed. One that is too large for a transaction is written in pieces first; its key then holds their
+number and a digest of all. May import: the standard library, `transport.etcd` and this package's modules.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from typing import Final
+
+from megatron_resihp.control.coordination.decisions.entries import ENTRIES, Entry
+from megatron_resihp.control.coordination.decisions.reading import Decisions, Read, UnusableError, decisions_in
+from megatron_resihp.control.coordination.decisions.recorded import UnrecordedError
+from megatron_resihp.control.transport.etcd.gateway import (
+    EtcdError,
+    Gateway,
+    Held,
+    LeaseLostError,
+    Put,
+    UnreachableError,
+)
+from megatron_resihp.control.transport.etcd.leadership import Leadership
+from megatron_resihp.control.transport.etcd.location import Location
+from megatron_resihp.protocol.wire import COORDINATOR
+
+PATIENCE_S: Final = 60.0
+"""How long a decision waits for etcd."""
+RETRY_S: Final = 0.5
+PIECE_BYTES: Final = 512 * 1024
+"""etcd takes 1.5 MiB in a request."""
+MOST_PIECES: Final = 1024
+LARGEST: Final = 1 << 28
+"""Bytes of an entry when it is read."""
+_IN_PIECES: Final = re.compile(rb"pieces (\d{1,5}) ([0-9a-f]{64})")
+"""What the key of an entry in pieces holds. What zlib compresses begins otherwise."""
+
+
+class EtcdLog:
+    """Appends to the log, which may hold earlier runs. One thread writes.
+
+    Args:
+        closing: once it is set, nothing is waited for.
+    """
+
+    def __init__(self, leadership: Leadership, closing: threading.Event) -> None:
+        self._leadership = leadership
+        self._closing = closing
+        self._location = leadership.location
+        self._gateway = leadership.gateway()
+        self._number: int | None = None
+
+    def write(self, entry: Entry) -> None:
+        """Append an entry; when it returns, most members have it on disk.
+
+        Raises:
+            UnrecordedError: it may not be there, and no later one will be.
+        """
+        data = zlib.compress(ENTRIES.write(entry, COORDINATOR).encode())
+        until = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                self._append(data)
+                return
+            except (UnreachableError, LeaseLostError) as error:
+                if time.monotonic() > until:
+                    raise UnrecordedError(f"nothing could be decided for {PATIENCE_S:.0f} s: {error}") from error
+            except EtcdError as error:
+                raise UnrecordedError(str(error)) from error
+            if self._closing.wait(RETRY_S):
+                raise UnrecordedError("the job is over")
+
+    def close(self) -> None:
+        self._gateway.close()
+
+    def _append(self, data: bytes) -> None:
+        if self._number is None:
+            last = self._gateway.last(*self._location.entries)
+            self._number = (0 if last is None else self._location.number_of(last) or 0) + 1
+        *pieces, entry = _puts(self._location, self._number, data)
+        for put in (*pieces, entry):
+            if not self._make(put, entry):
+                break
+        self._number += 1
+
+    def _make(self, put: Put, entry: Put) -> bool:
+        """Put a part of an entry that is not there yet, as the leader; returns whether it was not there."""
+        leader = self._location.leader
+        while True:
+            token = self._leadership.token
+            outcome = self._gateway.transact({leader: token, entry.key: 0}, put, [entry.key])
+            if outcome.succeeded:
+                return True
+            for there in outcome.found:
+                if there.value != entry.value:
+                    raise EtcdError(f"{self._location} has decisions of another job since this one has led it")
+                return False  # It was made, and the answer was lost.
+            self._leadership.stand_again(self._gateway, token)
+
+
+def _puts(location: Location, number: int, data: bytes) -> list[Put]:
+    """What makes an entry; the last one is the entry itself."""
+    if len(data) <= PIECE_BYTES:
+        return [Put(location.entry(number), data)]
+    pieces = [data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES)]
+    if len(pieces) > MOST_PIECES:
+        raise EtcdError(f"a decision takes {len(data)} bytes, which are too many for etcd")
+    held = f"pieces {len(pieces)} {hashlib.sha256(data).hexdigest()}".encode()
+    made = [Put(location.piece(number, index), piece) for index, piece in enumerate(pieces)]
+    return [*made, Put(location.entry(number), held)]
+
+
+def read_etcd_decisions(location: Location) -> Decisions:
+    """The decisions of the last run in etcd, as far as they can be read.
+
+    Raises:
+        UnusableError: there are none, they are of another version, or etcd doesn't tell them.
+    """
+    gateway = Gateway(location)
+    try:
+        gateway.check_version()
+        read = list(_read_all(gateway))
+    except EtcdError as error:
+        raise UnusableError(str(error)) from error
+    finally:
+        gateway.close()
+    return decisions_in(read, str(location), "entry")
+
+
+def _read_all(gateway: Gateway) -> Iterator[Read]:
+    location = gateway.location
+    for held in gateway.all(*location.entries):
+        number = location.number_of(held.key)
+        if number is not None:
+            try:
+                yield Read(number, _text(gateway, number, held))
+            except _DamagedError as error:
+                yield Read(number, "", str(error))
+
+
+class _DamagedError(Exception):
+    """An entry can't be read; the text says why."""
+
+
+def _text(gateway: Gateway, number: int, held: Held) -> str:
+    data = held.value
+    if in_pieces := _IN_PIECES.fullmatch(data):
+        data = b"".join(_piece(gateway, number, index) for index in range(min(int(in_pieces[1]), MOST_PIECES)))
+        if hashlib.sha256(data).hexdigest() != in_pieces[2].decode():
+            raise _DamagedError("its pieces are not those that were written")
+    reader = zlib.decompressobj()
+    try:
+        text = reader.decompress(data, LARGEST)
+    except zlib.error as error:
+        raise _DamagedError(str(error)) from error
+    if not reader.eof:
+        raise _DamagedError("it is cut off, or too large")
+    return text.decode(errors="replace")
+
+
+def _piece(gateway: Gateway, number: int, index: int) -> bytes:
+    held = gateway.get(gateway.location.piece(number, index))
+    if held is None:
+        raise _DamagedError(f"its piece {index} is missing")
+    return held.value

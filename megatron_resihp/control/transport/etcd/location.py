@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where in etcd a job keeps its decisions: etcd://HOST:PORT,HOST:PORT/RUN.
+
+Pure. May import: the standard library and `transport.address`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from megatron_resihp.control.transport.address import Address, parse_address
+
+SCHEME: Final = "etcd://"
+_RUN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+"""Without slashes, so that no name is the beginning of another's keys."""
+
+
+@dataclass(frozen=True)
+class Location:
+    """A job's place in an etcd.
+
+    Attributes:
+        members: of one cluster; any of them is asked.
+        run: the name under which the job's keys are.
+    """
+
+    members: tuple[Address, ...]
+    run: str
+
+    def __str__(self) -> str:
+        return f"{SCHEME}{self.cluster}/{self.run}"
+
+    @property
+    def cluster(self) -> str:
+        """The members, in words."""
+        return ",".join(map(str, self.members))
+
+    @property
+    def leader(self) -> str:
+        """The key that the leader holds."""
+        return f"{self.run}/leader"
+
+    def entry(self, number: int) -> str:
+        """The key of an entry of the log; those of later entries are greater."""
+        return f"{self.run}/log/{number:09}"
+
+    def piece(self, number: int, index: int) -> str:
+        """The key of a piece of an entry that is too large for one key."""
+        return f"{self.run}/pieces/{number:09}/{index:05}"
+
+    @property
+    def entries(self) -> tuple[str, str]:
+        """The first key that an entry may have, and one greater than all."""
+        return f"{self.run}/log/", f"{self.run}/log0"
+
+    def number_of(self, key: str) -> int | None:
+        """Which entry has this key; None: none has."""
+        digits = key.removeprefix(self.entries[0])
+        return int(digits) if len(digits) == 9 and digits.isascii() and digits.isdigit() else None
+
+
+def parse_location(text: str) -> Location:
+    """Read etcd://HOST:PORT,HOST:PORT/RUN; ValueError says what is wrong with it."""
+    hosts, slash, run = text.removeprefix(SCHEME).partition("/")
+    if not (text.startswith(SCHEME) and slash and hosts):
+        raise ValueError(f"{text!r} is not etcd://HOST:PORT,HOST:PORT/RUN")
+    if not _RUN.fullmatch(run):
+        raise ValueError(f"{text!r} names no run: after the slash come up to 200 letters, digits, dots and dashes")
+    members = tuple(map(parse_address, hosts.split(",")))
+    if len(set(members)) < len(members):
+        raise ValueError(f"{text!r} names a member twice")
+    return Location(members, run)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real etcds, of one member or several, whose members can be stopped, killed and started again."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_resihp.control.transport.address import Address
+from megatron_resihp.control.transport.etcd.gateway import EtcdError, Gateway
+from megatron_resihp.control.transport.etcd.location import Location
+
+needs_etcd = pytest.mark.skipif(shutil.which("etcd") is None, reason="there is no etcd (Debian: etcd-server)")
+
+HOST = "127.0.0.1"
+START_S = 20.0
+
+
+class Etcd:
+    """A cluster on this machine, from its making until it is closed.
+
+    Args:
+        folder: for its data and its output.
+    """
+
+    def __init__(self, folder: Path, members: int = 1) -> None:
+        self._folder = folder
+        self._ports = [(_free_port(), _free_port()) for _ in range(members)]
+        self._members: dict[int, subprocess.Popen[bytes]] = {}
+        self.start(*range(members))
+
+    def location(self, run: str = "run") -> Location:
+        """Of a job's decisions here."""
+        return Location(tuple(Address(HOST, clients) for clients, _ in self._ports), run)
+
+    def start(self, *members: int) -> None:
+        """Start members, and wait until the cluster answers."""
+        for member in members:
+            self._members[member] = self._started(member)
+        self._await()
+
+    def kill(self, *members: int) -> None:
+        """End members without a word."""
+        for member in members:
+            process = self._members.pop(member)
+            process.kill()
+            process.wait()
+
+    def pause(self, *members: int) -> None:
+        """Have members answer no more; connections to them are still taken."""
+        for member in members:
+            self._members[member].send_signal(signal.SIGSTOP)
+
+    def go_on(self, *members: int) -> None:
+        for member in members:
+            self._members[member].send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        self.kill(*self._members)
+
+    def _started(self, member: int) -> subprocess.Popen[bytes]:
+        clients, peers = (f"http://{HOST}:{port}" for port in self._ports[member])
+        cluster = ",".join(f"m{number}=http://{HOST}:{port}" for number, (_, port) in enumerate(self._ports))
+        with (self._folder / f"etcd{member}.log").open("ab") as output:
+            return subprocess.Popen([
+                "etcd", "--name", f"m{member}", "--data-dir", str(self._folder / f"etcd{member}"),
+                "--listen-client-urls", clients, "--advertise-client-urls", clients,
+                "--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers, "--initial-cluster", cluster,
+            ], stdout=output, stderr=output)  # fmt: skip
+
+    def _await(self) -> None:
+        gateway, until = Gateway(self.location("any")), time.monotonic() + START_S
+        while True:
+            try:
+                gateway.get("any")
+                return
+            except EtcdError as error:
+                assert time.monotonic() < until, error
+                time.sleep(0.05)
+            finally:
+                gateway.close()
+
+
+def _free_port() -> int:
+    with socket.create_server((HOST, 0)) as server:
+        return int(server.getsockname()[1])

@@ -1,0 +1,438 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decisions in a real etcd: one leader at a time, a log that is whole, and jobs that wait for it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import queue
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from etcds import Etcd, needs_etcd
+from jobs import FP32, WISHING, Jobs, tiny
+from launched import Launched, eventually
+
+from megatron_resihp.cli import main
+from megatron_resihp.control import exit_codes
+from megatron_resihp.control.coordination.actions import Limits
+from megatron_resihp.control.coordination.decisions.entries import Began, CoordinatorFailed, Step
+from megatron_resihp.control.coordination.decisions.reading import UnusableError
+from megatron_resihp.control.coordination.decisions.recorded import UnrecordedError
+from megatron_resihp.control.head import etcd_log
+from megatron_resihp.control.head.decision_logs import decisions_at
+from megatron_resihp.control.head.etcd_log import EtcdLog, read_etcd_decisions
+from megatron_resihp.control.job_size import JobSize
+from megatron_resihp.control.transport.address import Address
+from megatron_resihp.control.transport.etcd import leadership
+from megatron_resihp.control.transport.etcd.gateway import EtcdError, Gateway, Outcome, Put, UnreachableError
+from megatron_resihp.control.transport.etcd.leadership import LEASE_S, DeposedError, Leadership
+from megatron_resihp.control.transport.etcd.location import Location
+from megatron_resihp.control.worker.saved_state import flags, newest_state
+from megatron_resihp.version import __version__
+
+pytestmark = needs_etcd
+
+WAIT_S = 20.0
+BEGAN = Began(__version__, JobSize(1, 2), Limits())
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
+    """Of one member; each test has a run of its own there."""
+    with closing(Etcd(tmp_path_factory.mktemp("etcd"))) as made:
+        yield made
+
+
+@pytest.fixture
+def place(etcd: Etcd, request: pytest.FixtureRequest) -> Location:
+    return etcd.location(re.sub(r"\W", "", request.node.name))
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+    """Starts launchers of jobs with different run directories that don't outlive the test."""
+    started: list[Launched] = []
+
+    def start(**options: Any) -> Launched:
+        run_dir = tmp_path / f"run{len(started)}"
+        run_dir.mkdir()
+        started.append(Launched(run_dir, **{"workers_per_node": 2, **options}))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.kill()
+
+
+@pytest.fixture
+def short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shortest that etcd grants."""
+    monkeypatch.setattr(leadership, "LEASE_S", 2)
+
+
+def unexpected(error: EtcdError) -> None:
+    """Where a leader is not to be deposed."""
+    pytest.fail(str(error))
+
+
+def step(number: int, said: str = "", characters: int = 0) -> Step:
+    """One that takes more than half as many bytes as so many characters, however it is compressed."""
+    random = tuple(hashlib.sha256(str(n).encode()).hexdigest() for n in range(characters // 64))
+    return Step(number, 1000.0 + number, CoordinatorFailed(said, False), actions=random)
+
+
+def log_of(leader: Leadership) -> EtcdLog:
+    return EtcdLog(leader, threading.Event())
+
+
+def lapse(leader: Leadership, gateway: Gateway) -> None:
+    """As if it had not been heard of for too long."""
+    gateway.revoke(leader._lease)
+
+
+class TestLeadership:
+    def test_there_is_one_at_a_time(self, place: Location, short_lease: None) -> None:
+        said = f"{place} is led by process {os.getpid()} on "
+        with closing(Leadership(place)) as first:
+            first.keep(unexpected)
+            with pytest.raises(DeposedError, match=said):
+                Leadership(place)
+        with closing(Leadership(place)) as second:
+            assert second.token > first.token
+
+    def test_one_that_is_killed_is_followed_once_its_lease_has_lapsed(self, place: Location, short_lease: None) -> None:
+        token = Leadership(place).token
+        with closing(Leadership(place)) as second:
+            assert second.token > token
+
+    def test_a_lease_is_kept_alive(self, place: Location, short_lease: None) -> None:
+        with closing(Leadership(place)) as kept:
+            kept.keep(unexpected)
+            token = kept.token
+            time.sleep(2.5)
+            held = kept.gateway().get(place.leader)
+            assert held is not None and held.created == token == kept.token
+
+    def test_one_whose_lease_has_lapsed_leads_again(self, place: Location, short_lease: None) -> None:
+        with closing(Leadership(place)) as lapsed:
+            token = lapsed.token
+            lapse(lapsed, lapsed.gateway())
+            lapsed.keep(unexpected)
+            eventually("it leads again", lambda: lapsed.token > token)
+
+    def test_unless_another_leads(self, place: Location, short_lease: None) -> None:
+        with closing(Leadership(place)) as lapsed:
+            lapse(lapsed, lapsed.gateway())
+            told = queue.SimpleQueue[EtcdError]()
+            with closing(Leadership(place)) as other:
+                other.keep(unexpected)
+                lapsed.keep(told.put)
+                assert isinstance(told.get(timeout=WAIT_S), DeposedError)
+
+    def test_an_answer_that_is_lost_is_asked_for_again(self, place: Location, monkeypatch: pytest.MonkeyPatch) -> None:
+        transact = Gateway.transact
+
+        def twice(self: Gateway, created: dict[str, int], put: Put, otherwise: Any) -> Outcome:
+            assert transact(self, created, put, otherwise).succeeded
+            return transact(self, created, put, otherwise)
+
+        monkeypatch.setattr(Gateway, "transact", twice)
+        with closing(Leadership(place)) as leader:
+            held = leader.gateway().get(place.leader)
+            assert held is not None and (held.created, held.lease) == (leader.token, leader._lease)
+
+
+class TestLog:
+    def test_holds_what_was_written(self, place: Location) -> None:
+        """Also what is larger than etcd takes at once."""
+        large = step(2, characters=3_000_000)
+        with closing(Leadership(place)) as leader, closing(log_of(leader)) as log:
+            for entry in (BEGAN, step(1), large, step(3)):
+                log.write(entry)
+            held = leader.gateway().get(place.entry(3))
+            assert held is not None and held.value.startswith(b"pieces 4 ")
+        read = read_etcd_decisions(place)
+        assert (read.began, read.steps, read.problem) == (BEGAN, (step(1), large, step(3)), "")
+
+    def test_the_last_run_is_read(self, place: Location) -> None:
+        for entries in ([BEGAN, step(1), step(2)], [BEGAN, step(1, "later")]):
+            with closing(Leadership(place)) as leader, closing(log_of(leader)) as log:
+                for entry in entries:
+                    log.write(entry)
+        assert read_etcd_decisions(place).steps == (step(1, "later"),)
+
+    def test_long_ones_are_read_page_by_page(self, place: Location) -> None:
+        steps = tuple(map(step, range(1, 80)))
+        with closing(Leadership(place)) as leader, closing(log_of(leader)) as log:
+            for entry in (BEGAN, *steps):
+                log.write(entry)
+        assert read_etcd_decisions(place).steps == steps
+
+    def test_an_answer_that_is_lost_makes_no_second_entry(
+        self, place: Location, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of none of the pieces either."""
+        large = step(1, characters=1_200_000)
+        transact = Gateway.transact
+        lost: list[str] = []
+
+        def once(self: Gateway, created: dict[str, int], put: Put, otherwise: Any) -> Outcome:
+            outcome = transact(self, created, put, otherwise)
+            if put.key not in lost:
+                lost.append(put.key)
+                raise UnreachableError("the answer is lost")
+            return outcome
+
+        monkeypatch.setattr(etcd_log, "RETRY_S", 0.01)
+        with closing(Leadership(place)) as leader, closing(log_of(leader)) as log:
+            monkeypatch.setattr(Gateway, "transact", once)
+            for entry in (BEGAN, large, step(2)):
+                log.write(entry)
+        assert len(lost) == 5
+        read = read_etcd_decisions(place)
+        assert (read.steps, read.problem) == ((large, step(2)), "")
+        assert len(list(Gateway(place).all(*place.entries))) == 3
+
+    def test_who_leads_no_more_writes_nothing(self, place: Location) -> None:
+        with closing(Leadership(place)) as deposed, closing(log_of(deposed)) as log:
+            log.write(BEGAN)
+            lapse(deposed, deposed.gateway())
+            said = f"{place} is led by process"
+            with closing(Leadership(place)), pytest.raises(UnrecordedError, match=said):
+                log.write(step(1))
+        assert read_etcd_decisions(place).steps == ()
+
+    def test_who_leads_again_writes_on(self, place: Location) -> None:
+        with closing(Leadership(place)) as lapsed, closing(log_of(lapsed)) as log:
+            log.write(BEGAN)
+            lapse(lapsed, lapsed.gateway())
+            log.write(step(1))
+        assert read_etcd_decisions(place).steps == (step(1),)
+
+    def test_unless_another_has_written_meanwhile(self, place: Location) -> None:
+        with closing(Leadership(place)) as lapsed, closing(log_of(lapsed)) as log:
+            log.write(BEGAN)
+            lapse(lapsed, lapsed.gateway())
+            with closing(Leadership(place)) as other, closing(log_of(other)) as others:
+                others.write(BEGAN)
+            with pytest.raises(UnrecordedError, match="has decisions of another job since this one has led it"):
+                log.write(step(1))
+        assert read_etcd_decisions(place).steps == ()
+
+    def test_who_gets_no_answer_waits_and_gives_up(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """etcd keeps what it had when it was killed."""
+        with closing(Etcd(tmp_path)) as etcd, closing(Leadership(etcd.location())) as leader:
+            with closing(log_of(leader)) as log:
+                log.write(BEGAN)
+                etcd.kill(0)
+                starter = threading.Timer(1.0, etcd.start, (0,))
+                starter.start()
+                log.write(step(1))
+                starter.join()
+                etcd.kill(0)
+                monkeypatch.setattr(etcd_log, "PATIENCE_S", 0.2)
+                with pytest.raises(UnrecordedError, match="nothing could be decided for 0 s: etcd doesn't answer"):
+                    log.write(step(2))
+            etcd.start(0)
+            assert read_etcd_decisions(etcd.location()).steps == (step(1),)
+
+    def test_nobody_waits_once_the_job_is_over(self, place: Location) -> None:
+        over = threading.Event()
+        over.set()
+        with closing(Leadership(place)) as leader, closing(EtcdLog(leader, over)) as log:
+            log._gateway = Gateway(Location((Address("127.0.0.1", 1),), "run"))
+            with pytest.raises(UnrecordedError, match="the job is over"):
+                log.write(BEGAN)
+
+    def test_what_is_damaged_is_named(self, place: Location) -> None:
+        large = step(2, characters=1_200_000)
+        with closing(Leadership(place)) as leader, closing(log_of(leader)) as log:
+            for entry in (BEGAN, step(1), large, step(3)):
+                log.write(entry)
+            gateway = leader.gateway()
+            for piece, said in ((b"other", "its pieces are not those that were written"), (None, "its piece 1 is")):
+                key = place.piece(3, 1)
+                if piece is None:
+                    gateway._post("kv/deleterange", {"key": base64.b64encode(key.encode()).decode()})
+                else:
+                    gateway.transact({}, Put(key, piece), [])
+                read = read_etcd_decisions(place)
+                assert read.steps == (step(1),) and f"{place}: entry 3 is damaged: {said}" in read.problem
+            gateway.transact({}, Put(place.entry(2), b"nothing that was compressed"), [])
+            assert f"{place}: entry 2 is damaged: Error -3" in read_etcd_decisions(place).problem
+
+    def test_there_may_be_none(self, place: Location) -> None:
+        with pytest.raises(UnusableError, match=f"{place} holds no decisions: its job has not begun"):
+            read_etcd_decisions(place)
+
+
+def refusal(run: Launched) -> str:
+    """What a launcher that begins nothing says."""
+    assert run.end() == exit_codes.REFUSED
+    [line] = run.output().splitlines()
+    return line
+
+
+@contextmanager
+def led_by_another(place: Location, launcher: int) -> Iterator[None]:
+    """While it is stopped its lease lapses."""
+    os.kill(launcher, signal.SIGSTOP)
+    gateway = Gateway(place)
+    held = gateway.get(place.leader)
+    assert held is not None
+    gateway.revoke(held.lease)
+    with closing(Leadership(place)):
+        os.kill(launcher, signal.SIGCONT)
+        yield
+
+
+def deciding(run: Launched) -> list[int]:
+    """Wait for epoch 0; the workers' processes."""
+    run.await_event("epoch_started", epoch=0)
+    return [run.worker_pid(worker) for worker in range(2)]
+
+
+class TestJob:
+    def test_what_it_decides_is_in_etcd_as_in_the_run_directory(
+        self,
+        place: Location,
+        launch: Callable[..., Launched],
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(leadership, "LEASE_S", 3)
+        run = launch(control=place)
+        pids = deciding(run)
+        again = refusal(launch(control=place))
+        assert f"resihp: {place} is led by process {run.pid} on " in again and "; check --control" in again
+        os.kill(pids[1], signal.SIGKILL)
+        run.await_event("recovery", to_epoch=1)
+        run.ask("finish")
+        assert run.end() == 0, run.output()
+        assert Gateway(place).get(place.leader) is None, "another may lead at once"
+        assert decisions_at(str(place)) == decisions_at(str(run.run_dir))
+        assert main(["replay", str(run.run_dir)]) == 0
+        from_file = capsys.readouterr()
+        assert main(["replay", str(place)]) == 0
+        assert capsys.readouterr() == from_file and "EpochIsBroken" in from_file.out
+
+    def test_nothing_is_begun_where_nothing_could_be_decided(self, launch: Callable[..., Launched]) -> None:
+        nobody = Location((Address("127.0.0.1", 1), Address("127.0.0.1", 2)), "run")
+        said = refusal(launch(control=nobody))
+        assert "resihp: etcd doesn't answer (127.0.0.1:1: [Errno 111] Connection refused; 127.0.0.1:2: " in said
+
+    @pytest.mark.parametrize(
+        ("answer", "said"),
+        [
+            ('{"etcdserver": "3.3.27", "etcdcluster": "3.3.0"}', "is 3.3, and 3.4 is needed; check"),
+            ('{"name": "somebody"}', "is no etcd; check"),
+            ("<html>", "what answers is no etcd"),
+        ],
+    )
+    def test_an_etcd_that_is_too_old_is_refused(self, launch: Callable[..., Launched], answer: str, said: str) -> None:
+        with answering(answer) as port:
+            assert said in refusal(launch(control=Location((Address("127.0.0.1", port),), "run")))
+
+    def test_ends_where_another_leads(
+        self, place: Location, launch: Callable[..., Launched], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(leadership, "LEASE_S", 3)
+        run = launch(control=place)
+        deciding(run)
+        with led_by_another(place, run.pid):
+            assert run.end() == exit_codes.RETRY
+        said = f"the coordinator is lost: {place} is led by process {os.getpid()} on {socket.gethostname()}"
+        [line] = [line for line in run.output().splitlines() if line.startswith("resihp: ended")]
+        assert line == f"resihp: ended with exit code 75: {said}" and "Traceback" not in run.output()
+
+    @pytest.mark.nightly
+    def test_a_member_dies_and_then_all_are_away_for_a_while(
+        self, tmp_path: Path, launch: Callable[..., Launched]
+    ) -> None:
+        with closing(Etcd(tmp_path, 3)) as etcd:
+            run = launch(control=etcd.location(), workers_per_node=4)
+            pids = deciding(run)
+            etcd.kill(0)
+            os.kill(pids[1], signal.SIGKILL)
+            run.await_event("recovery", to_epoch=1)
+            etcd.kill(1, 2)
+            os.kill(run.process_of(2), signal.SIGKILL)
+            eventually("the lease lapses", lambda: "until there is something to decide" in run.output())
+            time.sleep(LEASE_S)
+            assert [event["dead"] for event in run.events("worker_dead")] == [1], "nothing is decided without etcd"
+            etcd.start(1, 2)
+            run.await_event("recovery", to_epoch=2)
+            eventually("that is told", lambda: "resihp: etcd answers again, after " in run.output())
+            run.ask("finish")
+            assert run.end() == 0, run.output()
+            assert decisions_at(str(etcd.location())) == decisions_at(str(run.run_dir))
+
+    @pytest.mark.nightly
+    def test_waits_no_longer_than_that(
+        self, tmp_path: Path, launch: Callable[..., Launched], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(etcd_log, "PATIENCE_S", 3.0)
+        with closing(Etcd(tmp_path)) as etcd:
+            run = launch(control=etcd.location(), workers_per_node=3)
+            pids = deciding(run)
+            etcd.pause(0)
+            os.kill(pids[1], signal.SIGKILL)
+            assert run.end() == exit_codes.RETRY
+        said = run.output()
+        assert "exit code 75: the coordinator is lost: nothing could be decided for 3 s: etcd doesn't answer (" in said
+        assert "Traceback" not in said and not run.events("worker_dead")
+
+
+@pytest.mark.nightly
+def test_what_was_trained_is_saved_where_another_leads(place: Location, jobs: Jobs) -> None:
+    """By workers that have lost the coordinator; a later job goes on from it."""
+    arguments = tiny(train_iters=12)
+    reference = jobs.reference(arguments, workers=2)
+    job = jobs.start(arguments, workers=2, script=WISHING, wishes=["hold-0-7"], control=str(place))
+    job.await_event("iteration", iteration=5)
+    assert job.pid is not None
+    with led_by_another(place, job.pid):
+        assert job.wait().code == exit_codes.RETRY, job.tails()
+    assert job.output().count("all of it; go on from it with --load") == 1, job.output()
+    found = newest_state(job.run_dir)
+    assert found is not None
+    saved, iteration = found
+    assert iteration >= 5
+    again = jobs.run([*arguments, *flags(saved)], workers=2)
+    assert again.code == 0, again.tails()
+    rest = {number: loss for number, loss in reference.summary.loss.items() if number > iteration}
+    assert again.summary.loss == pytest.approx(rest, rel=FP32.loss)
+
+
+@contextmanager
+def answering(text: str) -> Iterator[int]:
+    """A server that answers everything so; its port."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *said: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join()
