@@ -2,7 +2,9 @@
 """Chooses which worker keeps a copy of which part of a distributed optimizer. Pure; imports this package only.
 
 Each part exists once, on the replica that owns it. So the holders of a shard of the model form a ring, working holders
-first, and each holder also keeps its predecessor's part. A standby owns no part, and keeps one.
+first, and each holder also keeps its predecessor's part. A standby owns no part, and keeps one. Where replicas share
+experts, those with the same experts form a ring of their own. If there is one of each only, all form one: then an
+expert's copy is with a worker that doesn't have it.
 """
 
 from collections.abc import Collection, Sequence
@@ -14,12 +16,23 @@ Edge = tuple[int, int]
 """Owner of a part, and the worker that keeps its copy."""
 
 
+def rings_at(plan: ParallelPlan, coordinate: Coordinate) -> tuple[tuple[int, ...], ...]:
+    """The holders of one shard, in the rings that they form."""
+    holders, shares = plan.grid.holders_of(coordinate), plan.expert_parallel
+    if shares in (1, len(holders)):
+        return (holders,)
+    return tuple(holders[share::shares] for share in range(shares))
+
+
 def copies_at(plan: ParallelPlan, coordinate: Coordinate) -> tuple[Edge, ...]:
-    """Owners and buddies of the parts of one shard, by replica; empty if no other worker can keep a copy."""
-    ring = plan.grid.holders_of(coordinate)
-    if len(ring) < 2:
-        return ()
-    return tuple((owner, ring[(index + 1) % len(ring)]) for index, owner in enumerate(plan.grid.workers_at(coordinate)))
+    """Owners and buddies of the parts of one shard; empty if no other worker can keep a copy."""
+    owners = plan.grid.workers_at(coordinate)
+    return tuple(
+        (owner, ring[(index + 1) % len(ring)])
+        for ring in rings_at(plan, coordinate)
+        for index, owner in enumerate(ring)
+        if owner in owners and len(ring) > 1
+    )
 
 
 def in_turns(edges: Sequence[Edge]) -> list[Edge]:

@@ -26,7 +26,12 @@ from jobs import (
     tiny,
 )
 from stock_runs import check_like_stock, forked_stock_steps, losses_of
+from test_checkpoints import FUSED
+from test_emergency import emergency
+from test_expert_biases import ROUTED
 
+from megatron_resihp.control import exit_codes
+from megatron_resihp.control.worker.saved_state import flags, newest_state
 from megatron_resihp.plan import ParallelPlan, Replica
 from megatron_resihp.report.run.summary import compare
 
@@ -48,6 +53,10 @@ DROPPING: dict[str, Any] = {"moe_expert_capacity_factor": 0.75, "moe_pad_expert_
 TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 2}
 PIPELINE: dict[str, Any] = {
     "pipeline_model_parallel_size": 2, "mtp_num_layers": 1, "untie_embeddings_and_output_weights": True,
+}  # fmt: skip
+OPTIMIZER: dict[str, Any] = {
+    "use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True,
+    "ddp_bucket_size": 3000,
 }  # fmt: skip
 HALF: dict[str, Any] = {
     "fp16": True, "accumulate_allreduce_grads_in_fp32": True, "initial_loss_scale": 2**21, "hysteresis": 1,
@@ -113,9 +122,15 @@ def there_and_back(path: Path, replicas: Sequence[Sequence[Sequence[int]]]) -> d
         (MEMBERS, TENSOR, FP32),
         (MEMBERS, TENSOR | GATHERED | BIASED, FP32),
         (STAGES, PIPELINE, FP32),
+        (WORKER, OPTIMIZER, FP32),
+        (WORKER, BIASED | {"use_distributed_optimizer": True, "bf16": True, "moe_router_dtype": "fp32"}, ROUTED),
+        (MEMBERS, TENSOR | OPTIMIZER, FP32),
     ],
-    ids=["bf16", "gathered, sinkhorn", "dropping", "tensor", "tensor, gathered, biased", "stages"],
-)
+    ids=[
+        "bf16", "gathered, sinkhorn", "dropping", "tensor", "tensor, gathered, biased", "stages", "optimizer",
+        "optimizer, biased, bf16", "optimizer, tensor",
+    ],
+)  # fmt: skip
 def test_a_change_there_and_back_and_a_death(
     jobs: Jobs, tmp_path: Path, replicas: Any, layout: dict[str, Any], tolerance: Tolerance
 ) -> None:
@@ -136,3 +151,28 @@ def test_what_stock_megatron_draws_or_skips_otherwise(jobs: Jobs, tmp_path: Path
     assert degrees(job) == [(2, 4), (1, 4), (2, 4), (1, 3)]
     skipped = reference.summary.skipped_iterations
     assert job.summary.skipped_iterations == skipped and bool(skipped) == ("fp16" in layout)
+
+
+def test_the_last_two_share_and_keep_copies_of_each_others_experts(jobs: Jobs) -> None:
+    layout = SHARED | OPTIMIZER
+    stock = forked_stock_steps(jobs, WORKERS, **layout)
+    job = jobs.run(tiny(**layout, resihp_inject=["kill:1@3:gather", "kill:2@6:step"]), workers=WORKERS)
+    check_like_stock(job, stock)
+    check_samples(job)
+    assert degrees(job) == [(2, 4), (1, 3), (2, 2)]
+
+
+@pytest.mark.parametrize("layout", [{}, OPTIMIZER], ids=["plain", "optimizer"])
+def test_what_survivors_saved_is_gone_on_from(jobs: Jobs, layout: dict[str, Any]) -> None:
+    """They are too few for the user, and save what they have; the job goes on from that under its own degree."""
+    layout = SHARED | layout
+    stock = losses_of(forked_stock_steps(jobs, WORKERS, **layout))
+    lost = jobs.run(tiny(**layout, resihp_inject="kill:3@4"), workers=WORKERS, min_workers=WORKERS, script=FUSED)
+    assert lost.code == exit_codes.NO_PLAN, lost.tails()
+    made = emergency(lost.run_dir)
+    assert made.returncode == 0, made.stdout + made.stderr
+    found = newest_state(lost.run_dir)
+    assert found is not None and found[1] == 3
+    again = jobs.run([*tiny(**layout), *flags(found[0])], workers=WORKERS, script=FUSED)
+    assert again.code == 0, again.tails()
+    assert again.summary.loss == pytest.approx({n: stock[n] for n in range(4, 10)}, rel=FP32.loss)

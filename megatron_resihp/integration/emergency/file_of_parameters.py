@@ -24,7 +24,7 @@ from megatron_resihp.integration.state.shard import states_of
 from megatron_resihp.integration.step import optimizer_shards
 from megatron_resihp.integration.step.optimizer_buddies import steps_of
 from megatron_resihp.integration.step.optimizer_copy import Kept
-from megatron_resihp.integration.step.optimizer_shards import own_part
+from megatron_resihp.integration.step.optimizer_shards import named_parameters, own_part
 from megatron_resihp.integration.trained import Trained, parts_of
 from megatron_resihp.plan import Shard
 from megatron_resihp.plan.slices import cuts_of, shares_of, slices_of
@@ -52,8 +52,7 @@ def write_parameters(runtime: Runtime, order: EmergencyCheckpointOrder, path: Pa
     iteration, shards = order.commit.iteration, order.part_of(runtime.worker)
     held, kept = runtime.held, runtime.held.kept
     where, why_not = _places(runtime)
-    named = {f"{chunk}/{name}": parameter for chunk, module in enumerate(held.live.model)
-             for name, parameter in module.named_parameters()}  # fmt: skip
+    named = named_parameters(held.live)
     found = _whole(runtime, shards, named) if kept is None else _parts(held.live, kept, where, named)
     parameters = {}
     for name, ranges in found.items():
@@ -104,11 +103,14 @@ def _whole(runtime: Runtime, shards: tuple[Shard, ...], named: Mapping[str, torc
 def _parts(trained: Trained, kept: Kept, where: Placed, named: Mapping[str, torch.nn.Parameter]) -> Found:
     """What this worker has of a distributed optimizer, its own part and the copy. Parameters are masters, rounded.
 
-    Those of which it has nothing are named, too: somebody else must have them.
+    Those of which it has nothing are named, too: somebody else must have them. A copy may have experts that this
+    worker has not, so it can't tell their places. Those are left out, and missing if nobody else has them.
     """
     part = {**(own_part(trained) if kept.owns else {}), **(kept.copy.part if kept.copy is not None else {})}
     found: Found = {name: {} for name, each in named.items() if id(each) in where.parameters}
     for at, entry in part.items():
+        if at.name not in named:
+            continue
         kinds = {MASTER if kind == optimizer_shards.MASTER else kind: _copied(tensor)
                  for kind, tensor in entry.tensors.items() if tensor.dim()}  # fmt: skip
         found.setdefault(at.name, {})[at.start, at.end] = kinds

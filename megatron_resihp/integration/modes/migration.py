@@ -88,12 +88,14 @@ def migrate_slices(
     return received, with_those_after(digests, after)
 
 
-def digests_by_slice(runtime: Runtime, plan: ParallelPlan, trained: Trained) -> dict[str, str]:
-    """Of what a plan gives this worker, cut no further than by this plan."""
+def digests_by_slice(
+    runtime: Runtime, plan: ParallelPlan, trained: Trained, whole: WholeState | None = None
+) -> dict[str, str]:
+    """Of what a plan gives this worker, cut no further than by this plan. `whole`: as of `slice_digests`."""
     own, shards = runtime.job.own, all_shards(spelled_out(plan, runtime.job.own.chunks))
     everything = [shard for held in shards.values() for shard in held]
     return slice_digests(
-        trained, shards[runtime.worker], cuts_of(everything), own.tied_head, shares=shares_of(everything)
+        trained, shards[runtime.worker], cuts_of(everything), own.tied_head, whole, shares_of(everything)
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from megatron.training import get_timers
 
 from megatron_resihp.executor.groups.side_group import MakeSideGroup
-from megatron_resihp.integration.modes.migration import migrate_slices
+from megatron_resihp.integration.modes.migration import digests_by_slice, migrate_slices
 from megatron_resihp.integration.modes.mode import Migrated
 from megatron_resihp.integration.modes.uniform import UniformMode, UniformState
 from megatron_resihp.integration.runtime import Runtime
@@ -30,7 +30,7 @@ from megatron_resihp.integration.step.optimizer_shards import (
     start_gathering_first_chunk,
     step_part,
 )
-from megatron_resihp.integration.step.optimizer_whole import are_there_parts, share_out
+from megatron_resihp.integration.step.optimizer_whole import are_there_parts, parameters_and_buffers, share_out
 from megatron_resihp.integration.trained import Trained, parts_of
 from megatron_resihp.plan import Shard
 from megatron_resihp.protocol.published import EpochPlan
@@ -113,15 +113,23 @@ class SharedOutState(UniformState):
         runtime = self._runtime
         if are_there_parts(runtime):
             moved, kept = move_parts(runtime, trained)
-            return Migrated(moved, part_digests(runtime, trained, kept), kept)
+            return Migrated(moved, self._digests(trained, kept), kept)
         filler = HostFiller()
         moved, digests = migrate_slices(runtime, order, trained, filler=filler)
         kept = share_out(runtime, trained, filler.whole)
-        return Migrated(moved, digests | part_digests(runtime, trained, kept), kept)
+        return Migrated(moved, digests | self._digests(trained, kept), kept)
 
     def first_copies(self) -> Kept | None:
         _, kept = move_parts(self._runtime, self._runtime.held.live)
         return kept
 
     def digests(self, trained: Trained) -> dict[str, str]:
-        return part_digests(self._runtime, trained, self._runtime.held.kept)
+        return self._digests(trained, self._runtime.held.kept)
+
+    def _digests(self, trained: Trained, kept: Kept | None) -> dict[str, str]:
+        """Of parts and parameters, the latter by slice where replicas share experts."""
+        runtime, plan = self._runtime, self._view.plan
+        found = part_digests(runtime, trained, kept)
+        if plan.expert_parallel == 1 or not self._view.works:
+            return found
+        return found | digests_by_slice(runtime, plan, trained, parameters_and_buffers(trained))

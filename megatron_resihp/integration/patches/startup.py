@@ -51,7 +51,6 @@ from megatron_resihp.integration.loop.preparing import Preparation
 from megatron_resihp.integration.loop.reach_watch import ReachWatch
 from megatron_resihp.integration.patches.counting import sizes_as_they_are
 from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
-from megatron_resihp.integration.patches.experts.sharing import keep_apart
 from megatron_resihp.integration.probes.device_slowing import DeviceSlowing
 from megatron_resihp.integration.probes.emulation import padding_of
 from megatron_resihp.integration.probes.probe_sheet import Sheet, with_absences
@@ -303,14 +302,11 @@ def wrap_build_model(runtime: Runtime, original: Callable[..., Any]) -> Callable
 
 
 def wrap_ddp(runtime: Runtime, original: Callable[..., None]) -> Callable[..., None]:
-    """Chunks that are built again take over the old ones' parameters, and have no gradients before they are whole. The
-    experts' are reduced and stepped apart under any plan."""
+    """Chunks that are built again take over the old ones' parameters, and have no gradients before they are whole."""
 
     @functools.wraps(original)
     def __init__(self: Any, config: Any, ddp_config: Any, module: Any, *positional: Any, **options: Any) -> None:
         succession = runtime.held.succession
-        if runtime.job.own.expert_parallel > 1:
-            keep_apart(module)
         if succession is not None:
             succession.parameters_of(module, in_buffers=ddp_config.use_distributed_optimizer)
         original(self, config, ddp_config, module, *positional, **options)

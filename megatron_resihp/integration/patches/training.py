@@ -19,7 +19,7 @@ from megatron_resihp.integration.patches import (
     schedule,
     startup,
 )
-from megatron_resihp.integration.patches.experts import expert_metrics, router_parts
+from megatron_resihp.integration.patches.experts import expert_metrics, router_parts, sharing
 from megatron_resihp.integration.releases import Release
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.saves import finishing, handing_over
@@ -210,6 +210,12 @@ def training_patches(runtime: Runtime, release: Release) -> list[Patch]:
             expert_metrics.do_not_reduce,
             ("self", "metric_names", "pg_collection"),
             "leaves the sums to the step's agreement",
+        ),
+        Patch(
+            "megatron.core.transformer.moe.moe_layer:MoELayer.__init__",
+            partial(sharing.wrap_moe_layer, runtime),
+            ("self", "config", "submodules"),
+            "keeps experts apart, under any plan of a job whose replicas share them",
         ),
         Patch(
             f"{ROUTER}:sinkhorn",

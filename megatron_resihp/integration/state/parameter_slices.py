@@ -115,6 +115,17 @@ def expert_of(inner: str, shard: Shard, config: Any, shares: int) -> tuple[int, 
     return number * shares // config.num_moe_experts, f"{before}{number}{after}"
 
 
+def lasting_names(chunk: Any) -> Iterator[tuple[str, Any]]:
+    """A chunk's parameters. Names have the numbers of experts among all of their layer, whichever this worker has."""
+    layers = dict(chunk.named_modules())
+    for name, parameter in chunk.named_parameters():
+        found = EXPERT.search(name)
+        if found is not None:
+            first = layers[name[: found.start()]].local_expert_indices[0]
+            name = f"{name[: found.end(1)]}{first + int(found[2] or found[3])}{name[found.end() :]}"
+        yield name, parameter
+
+
 def whole_pieces(
     model: Sequence[Any], shards: Sequence[Shard], tied_head: int | None,
     named: Callable[[Any], Iterable[tuple[str, torch.Tensor]]],

@@ -165,15 +165,16 @@ def _named_here(runtime: Runtime, trained: Trained) -> tuple[dict[Range, Place],
 
 
 def part_digests(runtime: Runtime, trained: Trained, kept: Kept | None) -> dict[str, str]:
-    """Digests of parameters, if they are whole, and of each part of the optimizer that this worker has, each
-    with all buffers."""
+    """Digests of parameters, if all holders of the shard have the same, and of each part of the optimizer that this
+    worker has, each with all buffers."""
     if kept is None:
         return {}
     owners = runtime.view.plan.grid.workers_at(kept.coordinate)
     stage, tp_rank = kept.coordinate
     found, buffers = {}, whole_buffers(trained)
-    if kept.owns:
+    if kept.owns and runtime.view.plan.expert_parallel == 1:
         found[f"{stage}/{tp_rank}"] = digest_of_parameters(trained.model)
+    if kept.owns:
         part = {**own_part(trained), **buffers}
         found[f"{stage}/{tp_rank}/{owners.index(runtime.worker)}/{len(owners)}"] = digest_of(part)
     if kept.copy is not None:

@@ -15,6 +15,7 @@ import torch
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
 from megatron_resihp.executor.digest import digest_tensors
+from megatron_resihp.integration.state.parameter_slices import lasting_names
 from megatron_resihp.integration.state.shard import buffers_of, to_device
 from megatron_resihp.integration.trained import Trained, parts_of
 from megatron_resihp.plan.ranges import Range
@@ -171,13 +172,18 @@ def digest_of_parameters(model: Iterable[torch.nn.Module]) -> str:
                            for name, parameter in module.named_parameters()})  # fmt: skip
 
 
+def named_parameters(trained: Trained) -> dict[str, torch.nn.Parameter]:
+    """Those of all chunks, by the names that ranges have."""
+    return {
+        f"{chunk}/{name}": parameter
+        for chunk, module in enumerate(trained.model)
+        for name, parameter in lasting_names(module)
+    }
+
+
 def _owned(trained: Trained) -> Iterator[tuple[int, Any, torch.nn.Parameter, Range]]:
     """Each parameter of which these objects step something: the index of the optimizer and it, and the range."""
-    names = {
-        parameter: f"{chunk}/{name}"
-        for chunk, module in enumerate(trained.model)
-        for name, parameter in module.named_parameters()
-    }
+    names = {parameter: name for name, parameter in named_parameters(trained).items()}
     for index, part in enumerate(parts_of(trained.optimizer)):
         if part.is_stub_optimizer:
             continue

@@ -29,6 +29,7 @@ from megatron_resihp.integration.step.optimizer_shards import (
     Tensors,
     digest_of_pieces,
     fill_part,
+    named_parameters,
     own_part,
     own_places,
     publish_parameters,
@@ -58,7 +59,7 @@ def put_together(runtime: Runtime) -> tuple[int, WholeState]:
     has = current_part(runtime.held.live, kept)
     parameters: dict[Range, torch.nn.Parameter] = {}
     if kept is not None:
-        named = _parameters(runtime.held.live)
+        named = named_parameters(runtime.held.live)
         bare = {Range(name, 0, parameter.numel()): parameter for name, parameter in named.items()}
         parameters = dict(zip(full_names(kept.coordinate, dict.fromkeys(bare, (0, 0))), bare.values(), strict=True))
     told = tell_all(runtime.mode.everybody, worker, {"has": list(has), "needs": list(parameters)})
@@ -77,6 +78,12 @@ def put_together(runtime: Runtime) -> tuple[int, WholeState]:
     return received, WholeState(states, collected.steps)
 
 
+def parameters_and_buffers(trained: Trained) -> WholeState:
+    """What all working holders of a shard have whole, whichever parts of the optimizer's state they have."""
+    parameters = {id(each): {"param": each.data} for each in named_parameters(trained).values()}
+    return WholeState(parameters | buffer_states(trained.model), ())
+
+
 def share_out(runtime: Runtime, trained: Trained, whole: WholeState) -> Kept | None:
     """Fill new objects' own parts, gather parameters, and keep a copy; all members call it.
 
@@ -93,7 +100,7 @@ def share_out(runtime: Runtime, trained: Trained, whole: WholeState) -> Kept | N
     if coordinate is None:
         return None
     steps = [step for step in whole.steps if step is not None]
-    parameters = _parameters(trained)
+    parameters = named_parameters(trained)
     if runtime.view.works:
         cut = _cut(parameters, whole, owns)
         fill_part(trained, cut, steps)
@@ -116,14 +123,6 @@ def _fill_buffers(trained: Trained, whole: WholeState) -> None:
     for chunk in trained.model:
         for _, buffer in buffers_of(chunk):
             buffer.copy_(whole.states[id(buffer)]["buffer"])
-
-
-def _parameters(trained: Trained) -> dict[str, torch.nn.Parameter]:
-    return {
-        f"{chunk}/{name}": parameter
-        for chunk, module in enumerate(trained.model)
-        for name, parameter in module.named_parameters()
-    }
 
 
 def _shaped(parameter: torch.Tensor, tensors: Tensors) -> Tensors:

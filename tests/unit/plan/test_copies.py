@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which deaths a distributed optimizer survives: those that leave each part or its copy."""
 
+from dataclasses import replace
 from itertools import combinations
 
 from hypothesis import given
@@ -36,6 +37,14 @@ def test_a_standby_keeps_the_copy_of_a_last_replica() -> None:
     assert copies_at(plan, Coordinate(0, 1)) == ((1, 2),) and copies_at(plan, ONLY) == ()
     assert lost_parts(plan, {0, 2, 3}) == ()
     assert lost_parts(plan, {1, 2, 3}) == (ONLY,)
+
+
+def test_replicas_with_the_same_experts_keep_copies_for_each_other() -> None:
+    """Four replicas in two pairs, and one pair that has each expert once."""
+    plan = replace(replicas(4), expert_parallel=2)
+    assert copies_at(plan, ONLY) == ((0, 2), (2, 0), (1, 3), (3, 1))
+    assert lost_parts(plan, {0, 1}) == () and lost_parts(plan, {0, 2}) == (ONLY,)
+    assert copies_at(replace(replicas(2), expert_parallel=2), ONLY) == ((0, 1), (1, 0))
 
 
 @given(st.integers(1, 9), st.integers(0, 2))

@@ -12,7 +12,11 @@ _DOCUMENTS = "a worker waits in each layer for those with longer documents, whic
 
 _CLASHES = (
     Clash("context_parallel_size", lambda values: values["context_parallel_size"] > 1, _ALONE),
-    Clash("use_distributed_optimizer", lambda values: values["use_distributed_optimizer"], _ALONE),
+    Clash(
+        "overlap_param_gather_with_optimizer_step",
+        lambda values: values["overlap_param_gather_with_optimizer_step"],
+        _ALONE,
+    ),
     Clash(
         "save",
         lambda values: values["save"],

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_resihp.integration.state.parameter_slices import counted_by_megatron, expert_of, pieces_of
+from megatron_resihp.integration.state.parameter_slices import counted_by_megatron, expert_of, lasting_names, pieces_of
 from megatron_resihp.plan import Shard
 from megatron_resihp.plan.slices import NO_EXPERT, TIED
 
@@ -110,3 +110,13 @@ def test_an_expert_is_the_same_slice_whoever_holds_it() -> None:
 
     halves = of(Shard(1, 2, 0, 1, 0, 2), 2) | of(Shard(1, 2, 0, 1, 1, 2), 2)
     assert halves == of(Shard(1, 2, 0, 1), 4) and len(halves) == 4
+
+
+def test_names_last_whichever_share_a_worker_has() -> None:
+    """The second of two workers that share four experts."""
+    layer = torch.nn.Module()
+    layer.local_expert_indices = [2, 3]
+    layer.experts, layer.router = torch.nn.Module(), torch.nn.Linear(1, 4, bias=False)
+    layer.experts.local_experts = torch.nn.ModuleList(torch.nn.Linear(1, 1, bias=False) for _ in range(2))
+    names = [name for name, _ in lasting_names(torch.nn.ModuleDict({"mlp": layer}))]
+    assert names == ["mlp.experts.local_experts.2.weight", "mlp.experts.local_experts.3.weight", "mlp.router.weight"]
