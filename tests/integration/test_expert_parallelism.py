@@ -16,6 +16,7 @@ from jobs import (
     DROPOUT,
     EXPERTS,
     FP32,
+    PRETRAIN,
     WISHING,
     Job,
     Jobs,
@@ -26,7 +27,7 @@ from jobs import (
     tiny,
 )
 from stock_runs import check_like_stock, forked_stock_steps, losses_of
-from test_checkpoints import FUSED
+from test_checkpoints import FUSED, as_stock_says, stock_losses
 from test_emergency import emergency
 from test_expert_biases import ROUTED
 
@@ -160,6 +161,24 @@ def test_the_last_two_share_and_keep_copies_of_each_others_experts(jobs: Jobs) -
     check_like_stock(job, stock)
     check_samples(job)
     assert degrees(job) == [(2, 4), (1, 3), (2, 2)]
+
+
+@pytest.mark.parametrize("layout", [{}, {"ckpt_format": "torch"}], ids=["distributed", "by rank"])
+def test_a_checkpoint_of_a_smaller_degree(jobs: Jobs, tmp_path: Path, layout: dict[str, Any]) -> None:
+    """Stock Megatron goes on from it under the job's own degree, and so does a job that then shares no experts."""
+    stock = losses_of(forked_stock_steps(jobs, WORKERS, **SHARED | layout))
+    path = tmp_path / "saved"
+    saving = {"save": path, "save_interval": 6, "exit_interval": 6}
+    job = jobs.run(tiny(**SHARED | layout | saving, resihp_inject="kill:3@3"), workers=WORKERS)
+    assert job.code == 0 and degrees(job) == [(2, 4), (1, 3)], job.tails()
+    expected = {number: stock[number] for number in (7, 8, 9)}
+    loading = SHARED | layout | {"load": path, "ckpt_format": "torch_dist"}
+    losses = stock_losses(PRETRAIN, WORKERS, **loading)
+    assert losses == pytest.approx(as_stock_says(expected), rel=FP32.loss)
+    alone = ask_at(tmp_path, (shared_by(1, WORKER), 7))
+    job = jobs.run(tiny(**loading, resihp_plan=alone), workers=WORKERS)
+    assert job.code == 0 and degrees(job) == [(2, 4), (1, 4)], job.tails()
+    assert job.summary.loss == pytest.approx(expected, rel=FP32.loss)
 
 
 @pytest.mark.parametrize("layout", [{}, OPTIMIZER], ids=["plain", "optimizer"])

@@ -5,9 +5,10 @@ With the distributed optimizer the replicas of a shard own parts of its state (`
 and this package.
 """
 
+import copy
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,6 +31,7 @@ from megatron_resihp.integration.modes.mode import (
     ParametersNorm,
     Schedule,
 )
+from megatron_resihp.integration.patches.checkpoints import distributed_format
 from megatron_resihp.integration.patches.experts.sharing import steps_experts
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.digests import shard_digest
@@ -193,10 +195,14 @@ class UniformCounts(Counts):
 
 
 class UniformState(ModeState):
-    """Whole shards of the job's own layout, as Megatron builds and saves them."""
+    """Whole shards of the job's own layout, as Megatron builds and saves them.
+
+    Where fewer replicas share experts than in the job's own layout, it saves what can be loaded under any degree.
+    """
 
     def __init__(self, runtime: Runtime, view: UniformView) -> None:
         self._runtime, self._view = runtime, view
+        self._has_own_experts = view.plan.expert_parallel == runtime.job.own.expert_parallel
         self.checkpoint_metadata = {}
 
     def build_model(self, call: partial[Any]) -> Any:
@@ -215,10 +221,20 @@ class UniformState(ModeState):
 
     @contextmanager
     def saving(self) -> Iterator[str]:
-        yield self._runtime.job.args.ckpt_format
+        args = self._runtime.job.args
+        with (
+            nullcontext(args.ckpt_format)
+            if self._has_own_experts
+            else distributed_format(args, self._view.reports) as name
+        ):
+            yield name
 
     def state_dict(self, call: partial[dict[str, Any]]) -> dict[str, Any]:
-        return call()
+        if self._has_own_experts:
+            return call()
+        own = copy.copy(self._runtime.job.args)
+        vars(own).update(self._runtime.setup.sizes.own(self._runtime.job.args))
+        return {**call(), "args": own}
 
 
 def averaging_of(runtime: Runtime, replicas: int) -> Averaging:

@@ -405,7 +405,7 @@ IN_FP32 = [word for word in " ".join(COMMON).replace("--save out ", "").split() 
         "--moe-expert-capacity-factor 1", "--moe-router-load-balancing-type sinkhorn --moe-router-topk 1",
         "--moe-token-dispatcher-type allgather", "--pipeline-model-parallel-size 2",
         "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 2",
-        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", "--save out",
     ],
 )  # fmt: skip
 def test_experts_may_be_shared(check: Check, command: str) -> None:
@@ -415,7 +415,8 @@ def test_experts_may_be_shared(check: Check, command: str) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        "--num-distributed-optimizer-instances 2 --use-distributed-optimizer", "--save out", "--reset-position-ids",
+        "--num-distributed-optimizer-instances 2 --use-distributed-optimizer", "--save out --use-distributed-optimizer",
+        "--reset-position-ids",
         "--expert-tensor-parallel-size 1 --tensor-model-parallel-size 2 --sequence-parallel",
         "--resihp-spread-replicas", "--resihp-strategy joint",
     ],
