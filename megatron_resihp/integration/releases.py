@@ -27,6 +27,7 @@ class Release:
         norm_gradients: the optimizer's method that lists the gradients which a worker counts.
         prediction_metrics: what is summed of predictions of further tokens, by its name in Megatron's tracker: losses,
             then counts.
+        quantile_balancing: the functions that change routers' biases by quantiles, as `builders` are said.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Release:
     builders: Mapping[str, Parameters]
     norm_gradients: str
     prediction_metrics: tuple[str, ...]
+    quantile_balancing: Mapping[str, Parameters]
 
     @property
     def configures_models(self) -> bool:
@@ -66,6 +68,7 @@ RELEASES: Final[Mapping[tuple[int, int], Release]] = {
         _GET_MODEL,
         "get_main_grads_for_grad_norm",
         ("values",),
+        {},
     ),
     (0, 19): Release(
         "0.19",
@@ -75,6 +78,7 @@ RELEASES: Final[Mapping[tuple[int, int], Release]] = {
         {**_GET_MODEL, **_GPT_BUILDER},
         "get_grads_for_grad_norm",
         ("loss_values", "correct_values", "total_values"),
+        {"megatron.core.distributed.finalize_model_grads:_update_router_qb_beta": ("model", "config", "dp_cp_group")},
     ),
 }
 """By major and minor version, oldest first."""

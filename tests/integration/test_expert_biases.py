@@ -11,11 +11,12 @@ from typing import Any, Final
 import pytest
 import torch
 from jobs import BIASED, FP32, Job, Jobs, Tolerance, ask_for, check_training, tiny
-from stock_runs import check_like_stock, forked_stock_steps
+from stock_runs import check_like_stock, forked_stock_steps, losses_of
 from test_plan_failures import are_heterogeneous
 from test_plans import stages
 from test_query_groups import plan
 
+from megatron_resihp.integration import releases
 from megatron_resihp.report.run.summary import compare
 
 NIGHTLY = pytest.mark.nightly
@@ -29,18 +30,22 @@ RECOMPUTED: dict[str, Any] = {
     "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
 }  # fmt: skip
 """Megatron counts tokens where it computes a layer again, not before."""
+BY_QUANTILES: dict[str, Any] = MODEL | {
+    "moe_router_load_balancing_type": "quantile_balancing", "moe_aux_loss_coeff": 0,
+    "moe_router_enable_expert_bias": None, "moe_router_bias_update_rate": None,
+}  # fmt: skip
 ROUTED: Final = Tolerance(1e-3, 1e-2)
 """In 16 bits stages of other degrees round scores otherwise, which leads a few tokens to other experts. Seen are 2e-4
 and 1e-3, and biases that differ by the rate."""
 RATE: float = BIASED["moe_router_bias_update_rate"]
 
 
-def biases(path: Path) -> dict[str, torch.Tensor]:
+def biases(path: Path, kind: str = "expert_bias") -> dict[str, torch.Tensor]:
     """Those in a checkpoint, by TP rank and layer."""
     found = {}
     for file in sorted(path.glob("iter_*/mp_rank_*/model_optim_rng.pt")):
         model = torch.load(file, weights_only=False)["model"]
-        found |= {f"{file.parent.name} {key}": each for key, each in model.items() if key.endswith("expert_bias")}
+        found |= {f"{file.parent.name} {key}": each for key, each in model.items() if key.endswith(kind)}
     return found
 
 
@@ -80,6 +85,35 @@ def test_a_death_and_other_degrees(jobs: Jobs, tmp_path: Path, model: dict[str, 
     # The control: without biases other experts get the tokens.
     unbiased = jobs.reference(tiny(**model | {"moe_router_bias_update_rate": 0}), workers=4)
     assert (compare(job.summary.loss, unbiased.summary.loss) or 0) > 10 * tolerance.loss
+
+
+@NIGHTLY
+@pytest.mark.parametrize(
+    ("model", "injection"),
+    [
+        ({}, "kill:3@1:backward"),
+        (SHARED | {"moe_router_quantile_balancing_ema": 0.3}, "kill:3@1:step"),
+        (RECOMPUTED, "kill:3@1:norm"),
+    ],
+    ids=["plain", "parts of the optimizer, with a memory", "recomputed"],
+)
+def test_biases_that_follow_quantiles(jobs: Jobs, tmp_path: Path, model: dict[str, Any], injection: str) -> None:
+    """Their sums are rounded by their order, so biases and losses are only nearly stock Megatron's."""
+    if releases.current().quantile_balancing == {}:
+        pytest.skip("this Megatron has no quantile balancing")
+    words = ask_for(tmp_path, plan(stages([2], [1, 0])), plan(stages([0, 1])))
+    model, ours, stocks = BY_QUANTILES | model, tmp_path / "ours", tmp_path / "stock"
+    job = jobs.run(tiny(**model, save=ours, resihp_plan=words, resihp_inject=injection), workers=4)
+    assert are_heterogeneous(job) == [False, False, True, False]
+    check_like_stock(job, forked_stock_steps(jobs, 4, **model, save=stocks))
+    found, expected = (biases(path, "qb_beta") for path in (ours, stocks))
+    assert found.keys() == expected.keys() and len(found) == 4, "two layers for each TP rank"
+    for name, bias in found.items():
+        assert bias.dtype == torch.float32 and torch.allclose(bias, expected[name], rtol=1e-4, atol=1e-6), name
+        assert float(bias.abs().max()) > 1e-2, "the scores' quantiles differ"
+    # The control: without biases other experts get the tokens.
+    unbiased = forked_stock_steps(jobs, 4, **model | {"moe_router_load_balancing_type": "none"})
+    assert (compare(job.summary.loss, losses_of(unbiased)) or 0) > 10 * FP32.loss
 
 
 def survive(jobs: Jobs, path: Path, *injections: str, **extra: Any) -> Job:

@@ -235,6 +235,10 @@ def training_patches(runtime: Runtime, release: Release) -> list[Patch]:
             ("model", "config", "tp_dp_cp_group"),
             "leaves the change of biases to the agreed step",
         ),
+        *(
+            Patch(target, expert_biases.sum_quantiles, parameters, "leaves the change of biases to the agreed step")
+            for target, parameters in release.quantile_balancing.items()
+        ),
         Patch(
             f"{FINISHING}:reset_model_temporary_tensors",
             expert_biases.keep_counts,

@@ -17,7 +17,7 @@ from megatron.core.utils import get_model_config
 from megatron_resihp.executor.digest import digest_tensors
 from megatron_resihp.executor.groups.side_group import SideGroup
 from megatron_resihp.executor.transfer import receive_tensors, send_tensors
-from megatron_resihp.integration.state.expert_biases import named_counts, share_counts
+from megatron_resihp.integration.state.expert_biases import TOKENS, named_counts, share_counts
 from megatron_resihp.integration.state.parameter_slices import Piece, counted_by_megatron, pieces_of, whole_pieces
 from megatron_resihp.integration.state.shard import buffers_of, group_steps, put, states_of
 from megatron_resihp.integration.trained import Trained, parts_of
@@ -39,7 +39,7 @@ def sum_inside_stage(model: Sequence[Any]) -> None:
     peers, config = mpu.get_tensor_model_parallel_group(), get_model_config(model[0])
     _allreduce_non_tensor_model_parallel_grads(model, config, peers)
     if config.sequence_parallel:
-        share_counts(model, lambda counts: dist.all_reduce(counts, group=peers))
+        share_counts(model, lambda counts: dist.all_reduce(counts, group=peers), TOKENS)
 
 
 def gradient_views(model: Sequence[Any], shares: SliceShares) -> dict[Slice, list[tuple[str, torch.Tensor]]]:

@@ -22,6 +22,7 @@ _CONFIG = "core.transformer.transformer_config:TransformerConfig.__post_init__"
 _FLEX = "moe_token_dispatcher_type=flex"
 _PARTS = "integration/test_router_parts.py::test_a_death_and_other_degrees"
 _BIASES = "integration/test_expert_biases.py::test_a_death_and_other_degrees"
+_QUANTILES = "integration/test_expert_biases.py::test_biases_that_follow_quantiles"
 _NOISE = "integration/test_random_streams.py::test_a_death"
 
 
@@ -33,7 +34,7 @@ def _cuts_sequences_by_degree(values: Mapping[str, Any]) -> bool:
 def _weighs_alike(values: Mapping[str, Any]) -> bool:
     given = values["moe_router_load_balancing_type"]
     kinds = {given} if isinstance(given, str) else set(given or ())
-    known = kinds <= {"aux_loss", "seq_aux_loss", "none", "sinkhorn"}
+    known = kinds <= {"aux_loss", "seq_aux_loss", "none", "sinkhorn", "quantile_balancing"}
     return known and ("sinkhorn" not in kinds or _cuts_sequences_by_degree(values))
 
 
@@ -83,8 +84,8 @@ _ROUTER: Rows = joined(
         "moe_router_load_balancing_type",
         condition=Together(
             _weighs_alike,
-            "use aux_loss, seq_aux_loss or none, which weigh a micro-batch alike whatever the degree, or sinkhorn "
-            "without context parallelism",
+            "use aux_loss, seq_aux_loss, quantile_balancing or none, which weigh a micro-batch alike whatever the "
+            "degree, or sinkhorn without context parallelism",
         ),
     ),
     tested(_BALANCE, "moe_router_topk moe_aux_loss_coeff moe_z_loss_coeff"),
@@ -96,11 +97,7 @@ _ROUTER: Rows = joined(
     kernel("core.transformer.moe.router:Router.gating", "moe_router_dtype"),
     kernel(_ROUTING, "moe_router_fusion", device="GPU: Transformer Engine's router"),
     tested(_BIASES, "moe_router_enable_expert_bias moe_router_bias_update_rate"),
-    without(
-        "moe_router_load_balancing_type=quantile_balancing",
-        "core.distributed.finalize_model_grads:_update_router_qb_beta",
-        "moe_router_quantile_balancing_ema",
-    ),
+    tested(_QUANTILES, "moe_router_quantile_balancing_ema"),
     tested(_NOISE, "moe_router_force_load_balancing moe_input_jitter_eps"),
     refused("moe_router_force_biased", "a worker keeps what it drew first, which one in its place would draw anew"),
     tested(

@@ -31,6 +31,11 @@ _CLASHES = (
         _DOCUMENTS,
     ),
     Clash(
+        "moe_router_load_balancing_type",
+        lambda values: "quantile_balancing" in values["moe_router_load_balancing_type"],
+        _ALONE,
+    ),
+    Clash(
         "num_distributed_optimizer_instances",
         lambda values: values["num_distributed_optimizer_instances"] > 1,
         _ALONE,

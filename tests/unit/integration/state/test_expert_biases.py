@@ -12,12 +12,14 @@ from megatron.core.transformer.moe.moe_utils import get_updated_expert_bias
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_resihp.integration.state.expert_biases import (
+    TOKENS,
     begin_counting,
     change_biases,
     count_exactly,
     keep_counts,
     share_counts,
     sum_only,
+    sum_quantiles,
 )
 from megatron_resihp.integration.state.extra_state import ExtraState
 from megatron_resihp.integration.state.shard import fill_shard, shard_tensors, states_of
@@ -59,7 +61,9 @@ class Router(torch.nn.Module):
 
 def chunk(counts: list[list[float]] = COUNTS, enabled: bool = True) -> Any:
     """Layers 1 and 2, which are routers and nothing else."""
-    config = SimpleNamespace(moe_router_enable_expert_bias=enabled, moe_router_bias_update_rate=RATE)
+    config = SimpleNamespace(
+        moe_router_enable_expert_bias=enabled, moe_router_bias_update_rate=RATE, moe_router_load_balancing_type="none",
+    )  # fmt: skip
     layers = torch.nn.ModuleList(Router(config) for _ in counts)
     for router, counted in zip(layers, counts, strict=True):
         router.local_tokens_per_expert.copy_(torch.tensor(counted))
@@ -168,7 +172,7 @@ def test_jobs_without_the_flag_look_for_none() -> None:
 
 def test_a_standby_gets_all_counts_at_once() -> None:
     model = chunk([[0.0] * EXPERTS] * 2)
-    share_counts([model], lambda together: together.copy_(torch.tensor(COUNTS)))
+    share_counts([model], lambda together: together.copy_(torch.tensor(COUNTS).flatten()))
     assert counts(model) == COUNTS
 
 
@@ -231,3 +235,83 @@ def test_parts_of_an_optimizer_come_with_them() -> None:
     fill_buffers(new, {where: entry.tensors for where, entry in whole_buffers(old).items()})
     assert biases(*new.model) == CHANGED
     assert sorted(map(len, map(list, states_of(new).values()))) == [1, 1]
+
+
+# ---- quantiles
+
+
+class Balanced(torch.nn.Module):
+    """What of Megatron's router is about quantiles: after two micro-batches, of which it keeps the sum."""
+
+    _maintain_float32_expert_bias = TopKRouter._maintain_float32_expert_bias
+
+    def __init__(self, config: Any, quantiles: torch.Tensor) -> None:
+        super().__init__()
+        self.config = config
+        self.register_buffer("qb_beta", torch.tensor([1.0, -1.0, 0.5, -0.5]))
+        self.register_buffer("qb_beta_accum", quantiles.sum(dim=0), persistent=False)
+        self.register_buffer("qb_beta_count", torch.tensor(len(quantiles)), persistent=False)
+
+
+def balanced(quantiles: torch.Tensor, ema: float = 0.0) -> Any:
+    """A layer. `quantiles`: of its scores in each micro-batch."""
+    config = SimpleNamespace(
+        moe_router_enable_expert_bias=False, moe_router_load_balancing_type="quantile_balancing",
+        moe_router_quantile_balancing_ema=ema,
+    )  # fmt: skip
+    layers = torch.nn.ModuleList([Balanced(config, quantiles)])
+    model: Any = torch.nn.ModuleDict({"decoder": torch.nn.ModuleDict({"layers": layers})})
+    model.config = config
+    return model
+
+
+def router_of(model: Any) -> Any:
+    return model["decoder"]["layers"][0]
+
+
+@pytest.mark.parametrize("ema", [0.0, 0.3])
+def test_the_rule_for_quantiles_is_megatrons_however_micro_batches_are_dealt_out(
+    monkeypatch: pytest.MonkeyPatch, ema: float
+) -> None:
+    """Megatron's, of two replicas with as many; ours of three and one."""
+    finishing = pytest.importorskip("megatron.core.distributed.finalize_model_grads")
+    if not hasattr(finishing, "_update_router_qb_beta"):
+        pytest.skip("this Megatron has no quantile balancing")
+    quantiles = torch.randn(4, EXPERTS, generator=torch.Generator().manual_seed(1))
+    stock, other = balanced(quantiles[:2], ema), quantiles[2:].mean(dim=0)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda mean, op, group: mean.add_(other).div_(2))
+    finishing._update_router_qb_beta([stock], stock.config, dp_cp_group="replicas")
+    ours, alone = balanced(quantiles[:3], ema), torch.cat([quantiles[3], torch.ones(1)])
+    count_exactly([ours])
+    before = router_of(ours).qb_beta.clone()
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda sums, group: sums.add_(alone))
+    sum_quantiles(change_at_once)([ours], ours.config, dp_cp_group="replicas")
+    keep_counts(change_at_once)(ours.config, [ours])
+    assert torch.equal(router_of(ours).qb_beta, before)
+    change_biases([ours])
+    assert torch.allclose(router_of(ours).qb_beta, router_of(stock).qb_beta, atol=1e-6)
+
+
+def test_an_attempt_sums_quantiles_from_zero_in_32_bits() -> None:
+    model = balanced(torch.ones(2, EXPERTS)).bfloat16()
+    count_exactly([model])
+    router = router_of(model)
+    assert {router.qb_beta.dtype, router.qb_beta_accum.dtype, router.qb_beta_count.dtype} == {torch.float32}
+    begin_counting([model])
+    assert not router.qb_beta_accum.any() and not router.qb_beta_count.any()
+
+
+def test_sums_of_quantiles_go_with_the_gradients_and_are_no_part_of_a_shard() -> None:
+    plan = ParallelPlan((Replica(((0,),), (0,), (Chunk(0, 0, 4),)), Replica(((1,),), (1,), (Chunk(0, 0, 4),))))
+    model = balanced(torch.ones(2, EXPERTS))
+    count_exactly([model])
+    views = dict(summed_views([model], SliceShares(plan, 0, None))[Slice(1, WHOLE)])
+    assert {name: view.tolist() for name, view in views.items()} == {
+        "qb_beta_accum": [2.0] * EXPERTS, "qb_beta_count": [2.0],
+    }  # fmt: skip
+    views["qb_beta_count"] += 1
+    assert router_of(model).qb_beta_count == 3
+    assert [name.rpartition(".")[2] for name in shard_tensors(trained(model))] == ["qb_beta"]
+    views["qb_beta_accum"] += 1
+    share_counts([model], lambda counts: counts.zero_(), TOKENS)
+    assert router_of(model).qb_beta_accum.tolist() == [3.0] * EXPERTS, "members of a stage have the same"
