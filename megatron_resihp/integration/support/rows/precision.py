@@ -42,7 +42,8 @@ ROWS: Rows = joined(
         condition=Together(
             lambda values: values["fp8_recipe"] in _STATELESS,
             "with --fp8-recipe delayed the scales of a micro-batch follow from those that its replica, or all replicas "
-            "in the same moment, have run before, so they would follow how micro-batches are shared out after a loss; "
+            "in the same moment, have run before, so they would follow how micro-batches are shared out after a loss. "
+            "Replicas compare maxima in each micro-batch, and one that has more of them would wait for the others; "
             "use --fp8-recipe tensorwise, blockwise or mxfp8",
         ),
     ),
