@@ -102,6 +102,7 @@ def lapse(leader: Leadership, gateway: Gateway) -> None:
 
 
 class TestLeadership:
+    @pytest.mark.nightly
     def test_there_is_one_at_a_time(self, place: Location, short_lease: None) -> None:
         said = f"{place} is led by process {os.getpid()} on "
         with closing(Leadership(place)) as first:
@@ -230,6 +231,7 @@ class TestLog:
                 log.write(step(1))
         assert read_etcd_decisions(place).steps == ()
 
+    @pytest.mark.nightly
     def test_who_gets_no_answer_waits_and_gives_up(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """etcd keeps what it had when it was killed."""
         with closing(Etcd(tmp_path)) as etcd, closing(Leadership(etcd.location())) as leader:
@@ -344,6 +346,7 @@ class TestJob:
         with answering(answer) as port:
             assert said in refusal(launch(control=Location((Address("127.0.0.1", port),), "run")))
 
+    @pytest.mark.nightly
     def test_ends_where_another_leads(
         self, place: Location, launch: Callable[..., Launched], monkeypatch: pytest.MonkeyPatch
     ) -> None:
