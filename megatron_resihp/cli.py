@@ -16,7 +16,17 @@ from types import ModuleType
 from typing import Any, Final
 
 import megatron_resihp
-from megatron_resihp.control.commands import apply, checkpoint, drain, inject, launch_options, launcher, replay, stop
+from megatron_resihp.control.commands import (
+    apply,
+    checkpoint,
+    coordinator_command,
+    drain,
+    inject,
+    launch_options,
+    launcher,
+    replay,
+    stop,
+)
 from megatron_resihp.extras import missing
 from megatron_resihp.report.live.run_report import RunReport
 
@@ -72,6 +82,10 @@ def command_parser() -> argparse.ArgumentParser:
     launch = commands.add_parser("launch", help="start a training script on this node and keep the job running")
     launch_options.add_arguments(launch)
     launch.set_defaults(run=lambda namespace: launcher.run(namespace, RunReport))
+    coordinator = commands.add_parser("coordinator", help="run a job's coordinator apart from its nodes, so that the "
+        "job outlives any of them")  # fmt: skip
+    coordinator_command.add_arguments(coordinator)
+    coordinator.set_defaults(run=lambda namespace: coordinator_command.run(namespace, RunReport))
     _add(commands, "check", check_command, "say whether a job would be let in, and what it would survive")
     _add(commands, "inject", inject, "slow a worker or a link of a running job, or end a slowdown")
     _add(commands, "apply", apply, "ask a running job to change to a given plan")

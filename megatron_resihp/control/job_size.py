@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many nodes and workers a job begins with, and how many it may have. Pure; imports nothing.
+"""How many nodes and workers a job begins with, how many it may have, and which node leads it. Pure; imports `coding`.
 
 A slot is where a worker can be: those of the nodes that begin the job come first, then those of nodes that may join.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+
+from megatron_resihp.coding import omitted_if
 
 _NODES = re.compile(r"(-?\d+)(?::(-?\d+))?")
 
@@ -20,15 +22,22 @@ class JobSize:
         nodes: that begin the job, ranks 0 to nodes - 1.
         late_nodes: that may join it later, with the ranks above.
         workers_per_node: on each of them.
+        apart: the coordinator runs on none of them.
     """
 
     nodes: int
     workers_per_node: int
     late_nodes: int = 0
+    apart: bool = omitted_if(False)
 
     @property
     def most_nodes(self) -> int:
         return self.nodes + self.late_nodes
+
+    @property
+    def head(self) -> frozenset[int]:
+        """The node that runs the coordinator, and so can't be lost or leave; empty: it is apart."""
+        return frozenset() if self.apart else frozenset({0})
 
     @property
     def workers(self) -> int:

@@ -79,7 +79,7 @@ class Model(Event):
 class Exposed(Event):
     """Which single losses would end the job as it is placed at the start."""
 
-    nodes: Annotated[tuple[int, ...], "of these nodes, with node 0, whose coordinator ends with it"]
+    nodes: Annotated[tuple[int, ...], "of these nodes, with node 0 if its loss is that of the coordinator"]
     workers: Annotated[tuple[int, ...], "of these workers, alone"]
     said: Annotated[str, "in words, with what would mend it"]
 

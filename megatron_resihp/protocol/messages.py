@@ -291,7 +291,7 @@ class WorkerRestarted:
 
 @dataclass(frozen=True)
 class NodeLost:
-    """Another node than node 0 is gone, with all its workers."""
+    """Another node than the coordinator's is gone, with all its workers."""
 
     node: Node
     cause: str

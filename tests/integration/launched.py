@@ -98,7 +98,8 @@ class Launched:
         self.judged = judged
         self.grace_s = grace_s
         self.run_dir = run_dir
-        self.output_path = run_dir.with_name(f"{run_dir.name}-node{options.get('node', 0)}.out")
+        name = "coordinator" if options.get("alone") else f"node{options.get('node', 0)}"
+        self.output_path = run_dir.with_name(f"{run_dir.name}-{name}.out")
         self.options = LaunchOptions(
             command=(str(script), *arguments), run_dir=run_dir, **{"workers_per_node": 3, **options}
         )

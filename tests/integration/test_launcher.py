@@ -20,7 +20,7 @@ from launched import WAIT_S, Launched, eventually, is_alive
 
 from megatron_resihp.cli import main
 from megatron_resihp.control import exit_codes, keys
-from megatron_resihp.control.commands import launcher
+from megatron_resihp.control.commands import seat
 from megatron_resihp.control.transport import node_liveness
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.events.detection import Verdict
@@ -524,7 +524,7 @@ def test_a_late_node_joins_is_lost_and_comes_back(launch: Launch, port: int) -> 
 
 
 def test_a_late_node_waits_while_the_job_starts(launch: Launch, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "STILL_THERE_S", 0.5)
+    monkeypatch.setattr(seat, "STILL_THERE_S", 0.5)
     options = {"late_nodes": 1, "workers_per_node": 1, "coordinator": Address("127.0.0.1", port)}
     first = launch("idle_0", node=0, connect_timeout_s=0.5, **options)
     late = launch(node=1, **options)
@@ -548,7 +548,7 @@ def test_a_late_node_that_could_not_join_may_try_again(
         patched.setattr(node_liveness, "_connect", unreachable)
         late = launch("idle_2", "idle_3", node=1, **options)
         assert late.end() == 2
-    assert "no liveness connection to node 0" in late.output() and "a firewall" in late.output()
+    assert "no liveness connection to the coordinator" in late.output() and "a firewall" in late.output()
     again = launch(node=1, **options)
     eventually("it is taken in", lambda: "members [0, 1, 6, 7]" in first.log(0))
     first.ask("finish")
@@ -611,7 +611,7 @@ def test_nodes_that_disagree_about_the_job(launch: Launch, port: int) -> None:
     launch(node=0, workers_per_node=2, **options)
     second = launch(node=1, workers_per_node=3, **options)
     assert second.end() == 2
-    assert "node 0 was started with --nnodes 2 --nproc-per-node 2; give node 1 the same" in second.output()
+    assert "the coordinator was started with --nnodes 2 --nproc-per-node 2; give node 1 the same" in second.output()
     late = launch(node=2, workers_per_node=2, late_nodes=1, **options)
     assert late.end() == 2
     assert "--nnodes 2 --nproc-per-node 2; give node 2 the same" in late.output()

@@ -226,7 +226,7 @@ def test_a_job_goes_on_from_what_survivors_of_node_0_have_saved(
     assert " ".join(flags(found[0])) in second.output(), "its launcher says it"
     main(["report", str(second.run_dir)])
     page = capsys.readouterr().out
-    assert page.startswith("NODE 0 LOST") and " ".join(flags(found[0])) in page
+    assert page.startswith("COORDINATOR LOST") and " ".join(flags(found[0])) in page
     saving = {"save": tmp_path / "saved", "save_interval": 10, "load": tmp_path / "saved"}
     again = jobs.run([*tiny(**model | saving), *flags(found[0])], workers=2)
     assert again.code == 0, again.tails()

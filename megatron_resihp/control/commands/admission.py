@@ -40,7 +40,7 @@ def admitted[T](address: Address, run_dir: Path, timeout_s: float, check: Callab
             with closing(connect(address, found, timeout_s)) as store:
                 return found, check(store)
         except TimeoutError as error:
-            raise StoreError(f"node 0 at {address} does not say what job it runs ({error})") from error
+            raise StoreError(f"the coordinator at {address} does not say what job it runs ({error})") from error
         except (RefusedSecretError, UnreadableError):
             if is_secret_given() or time.monotonic() > deadline:
                 raise

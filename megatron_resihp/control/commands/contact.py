@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Final
 
-from megatron_resihp.coding import Form, Tolerance, WrongValueError, decode, encode
+from megatron_resihp.coding import Form, Tolerance, WrongValueError, decode, encode, omitted_if
 from megatron_resihp.control import keys
 from megatron_resihp.control.commands.claim import Owner, claimed
 from megatron_resihp.control.transport.address import Address, parse_address
@@ -43,10 +43,15 @@ def _address(text: object) -> Address:
 @dataclass(frozen=True)
 class Contact:
     """Where a job's store is, and a token that this job's store holds under messages.RUN: it tells the job from another
-    that has the port by now, and is no secret."""
+    that has the port by now, and is no secret.
+
+    Attributes:
+        apart: the coordinator runs on none of the job's nodes.
+    """
 
     store: Annotated[Address, Form(str, _address)]
     token: str = field(default_factory=lambda: secrets.token_hex(8))
+    apart: bool = omitted_if(False)
 
     def published(self, run_dir: Path) -> AbstractContextManager[None]:
         """Leave the file in the run directory for as long as the job runs.
@@ -67,16 +72,26 @@ def _answers(run_dir: Path) -> bool:
     return True
 
 
+def read_contact(run_dir: Path) -> Contact:
+    """What the file in a run directory says; a job that was killed leaves its own.
+
+    Raises:
+        StoreError: there is none.
+    """
+    try:
+        contact: Contact = decode(Contact, json.loads((run_dir / FILE_NAME).read_text()), ADDED_TO)
+    except (OSError, ValueError, WrongValueError) as error:
+        raise StoreError(f"no job runs in {run_dir}") from error
+    return contact
+
+
 def reach(run_dir: Path) -> Store:
     """Connect to the store of the job that runs in a directory.
 
     Raises:
         StoreError: if none does.
     """
-    try:
-        contact: Contact = decode(Contact, json.loads((run_dir / FILE_NAME).read_text()), ADDED_TO)
-    except (OSError, ValueError, WrongValueError) as error:
-        raise StoreError(f"no job runs in {run_dir}") from error
+    contact = read_contact(run_dir)
     try:
         store = connect(contact.store, find_secret(run_dir), CONNECT_S)
         # A job that was killed leaves its file behind, and another may have its port by now.

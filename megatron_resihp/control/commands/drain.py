@@ -29,7 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="of the job")
     parser.add_argument(
-        "leaving", nargs="+", type=_named, metavar="node:RANK|worker:ID", help="what is to leave; not node 0"
+        "leaving",
+        nargs="+",
+        type=_named,
+        metavar="node:RANK|worker:ID",
+        help="what is to leave; not node 0, if it leads",
     )
     parser.add_argument(
         "--deadline", type=_seconds, metavar="SECONDS", help="what has not left by then counts as dead (default: the "

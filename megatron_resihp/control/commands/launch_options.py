@@ -40,11 +40,12 @@ class LaunchOptions:
     """What a job is launched with. Times are in seconds.
 
     Attributes:
-        command: the script and its arguments, or -m, a module and its arguments.
+        command: the script and its arguments, or -m, a module and its arguments; empty where no worker is started.
         nodes, late_nodes, workers_per_node: see `JobSize`.
         node: this one's rank.
-        coordinator: where node 0 serves the store; None: on this machine only, at a free port.
-        control: where in etcd node 0 keeps decisions, too; None: nowhere.
+        coordinator: where the store is served; None: on this machine only, at a free port.
+        control: where in etcd the coordinator keeps decisions, too; None: nowhere.
+        alone: this is the coordinator without workers, apart from all nodes.
         interface: the network interface that this node's workers use; None: torch chooses.
         run_dir: None: a new directory in `runs`.
         logs: one of output.MODES.
@@ -65,6 +66,7 @@ class LaunchOptions:
     node: int = 0
     coordinator: Address | None = None
     control: Location | None = None
+    alone: bool = False
     interface: str | None = None
     run_dir: Path | None = None
     runs: Path = RUNS
@@ -80,7 +82,7 @@ class LaunchOptions:
 
     @property
     def size(self) -> JobSize:
-        return JobSize(self.nodes, self.workers_per_node, self.late_nodes)
+        return JobSize(self.nodes, self.workers_per_node, self.late_nodes, apart=self.alone)
 
     @property
     def module(self) -> str | None:
@@ -97,6 +99,12 @@ class LaunchOptions:
         return min(LONGEST_PERIOD_S, self.heartbeat_timeout_s / 5, self.notice_timeout_s / 5)
 
 
+def add_control(add: Callable[..., Any]) -> None:
+    """`--control`, of what runs the coordinator."""
+    add("--control", metavar="etcd://HOST:PORT,HOST:PORT/RUN", help="keep decisions in this etcd, too, under the name "
+        "RUN, and carry out nothing that is not there (default: only in the run directory)")  # fmt: skip
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `resihp launch`."""
     add = parser.add_argument
@@ -104,9 +112,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--nnodes", metavar="N", help="nodes of the job, or MIN:MAX: it begins with nodes 0 to MIN-1, and "
         "the others up to MAX-1 may be launched at any later time and join it (default 1)")  # fmt: skip
     add("--node-rank", type=int, metavar="RANK", help="this node's rank, from 0 (default 0)")
-    add("--coordinator", metavar="HOST:PORT", help="where node 0 serves the control plane; needed for several nodes")
-    add("--control", metavar="etcd://HOST:PORT,HOST:PORT/RUN", help="keep decisions in this etcd, too, under the name "
-        "RUN, and carry out nothing that is not there (default: only in the run directory)")  # fmt: skip
+    add("--coordinator", metavar="HOST:PORT", help="where node 0, or resihp coordinator, serves the control "
+        "plane; needed for several nodes")  # fmt: skip
+    add_control(add)
     add("--interface", metavar="NAME", help="network interface that this node's workers use, for gloo and NCCL, such "
         "as eth0 (default: torch chooses)")  # fmt: skip
     add("--run-dir", type=Path, metavar="DIR", help=f"logs and events go here (default {RUNS}/DATE-TIME)")
@@ -164,7 +172,7 @@ def options_of(
         late_nodes=late_nodes,
         node=meeting.node,
         coordinator=_coordinator(namespace) or meeting.address,
-        control=_control(namespace),
+        control=control_of(namespace),
         interface=namespace.interface,
         run_dir=namespace.run_dir or _shared_directory(said, nodes + late_nodes, meeting),
         runs=_runs(said),
@@ -184,7 +192,12 @@ def _coordinator(namespace: argparse.Namespace) -> Address | None:
         raise LaunchError(f"--coordinator {error}; give node 0's host name or address and a free port") from None
 
 
-def _control(namespace: argparse.Namespace) -> Location | None:
+def control_of(namespace: argparse.Namespace) -> Location | None:
+    """Where in etcd decisions are to be kept, too; None: nowhere.
+
+    Raises:
+        LaunchError: it can't be read.
+    """
     try:
         return parse_location(namespace.control) if namespace.control else None
     except ValueError as error:
@@ -250,6 +263,8 @@ def check(options: LaunchOptions) -> None:
             raise LaunchError(f"--{name} {seconds:g} can't be; {mend}")
     if most_nodes > 1 and options.run_dir is None:
         raise LaunchError("several nodes need one run directory; give all of them the same --run-dir")
+    if options.alone:
+        return
     if options.module is not None:
         _check_module(options.module)
         return

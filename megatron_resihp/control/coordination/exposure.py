@@ -2,7 +2,7 @@
 """Which single losses would end the job as it is placed, and what would change that.
 
 State that is lost with a node or a worker is what ends a job: survivors that hold everything between them are enough
-for a plan. Node 0, where the coordinator runs, ends it whatever it holds, and so does any loss that leaves fewer
+for a plan. Node 0 ends it whatever it holds if the coordinator runs there, and so does any loss that leaves fewer
 workers than the user pays for. Pure; imports `plan` and `planner`.
 """
 
@@ -22,11 +22,12 @@ class Exposure:
     """What ends the job with a single loss.
 
     Attributes:
-        nodes: other than node 0, whose state is nowhere else.
+        nodes: whose state is nowhere else; not the coordinator's.
         workers: alone, likewise.
         mend: what to do about it; None: nothing is wrong, or no single flag helps.
         idle: why a flag that is given does nothing; None: it does, or is not given.
         too_few: the losses, "worker" or "node", that leave fewer workers than there must be; None: none does.
+        apart: the coordinator runs on none of the nodes.
     """
 
     nodes: tuple[int, ...]
@@ -34,33 +35,35 @@ class Exposure:
     mend: str | None = None
     idle: str | None = None
     too_few: str | None = None
+    apart: bool = False
 
 
-def exposure(shape: JobShape, workers: int, pipeline_last: bool, fewest: int = 0) -> Exposure:
+def exposure(shape: JobShape, workers: int, pipeline_last: bool, fewest: int = 0, *, apart: bool = False) -> Exposure:
     """The losses that would end a job under its first plan.
 
     Args:
         workers: at the start.
         pipeline_last: the order of ranks, see `initial_plan`.
         fewest: workers that there must be.
+        apart: the coordinator runs on none of the nodes.
     """
-    nodes, alone = _fatal(shape, workers, pipeline_last)
-    mend = _mend(shape, workers, pipeline_last) if nodes or alone else None
+    nodes, alone = _fatal(shape, workers, pipeline_last, apart)
+    mend = _mend(shape, workers, pipeline_last, apart) if nodes or alone else None
     losses = {"worker": 1, "node": shape.workers_per_node}
     too_few = next((name for name, lost in losses.items() if workers - lost < fewest), None) if fewest > 1 else None
-    return Exposure(nodes, alone, mend, _idle(shape, workers), too_few)
+    return Exposure(nodes, alone, mend, _idle(shape, workers), too_few, apart)
 
 
-def _fatal(shape: JobShape, workers: int, pipeline_last: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Nodes other than node 0, and workers."""
+def _fatal(shape: JobShape, workers: int, pipeline_last: bool, apart: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Nodes other than the coordinator's, and workers."""
     plan = initial_plan(shape, workers, pipeline_last)
-    nodes = fatal_nodes(plan, shape.node_of, shape.distributed_optimizer) - {0}
+    nodes = fatal_nodes(plan, shape.node_of, shape.distributed_optimizer) - (set() if apart else {0})
     # One of several holders of a shard has a copy elsewhere of its own part of the optimizer's state.
     holders = [those for coordinate in plan.grid.coordinates() for those in holders_of_experts(plan, coordinate)]
     return tuple(sorted(nodes)), tuple(sorted(those[0] for those in holders if len(those) == 1))
 
 
-def _mend(shape: JobShape, workers: int, pipeline_last: bool) -> str | None:
+def _mend(shape: JobShape, workers: int, pipeline_last: bool, apart: bool) -> str | None:
     if shape.shares_experts:
         return "give it more workers, or fewer of them that share experts"
     if workers == shape.replica_size:
@@ -73,7 +76,7 @@ def _mend(shape: JobShape, workers: int, pipeline_last: bool) -> str | None:
     )
     shares = shape.context_degrees[0] > 1  # replicas that share sequences are to stay together
     possible = [(other, mend) for other, mend in ways if not (shares and other.spread_replicas)]
-    return next((mend for other, mend in possible if not any(_fatal(other, workers, pipeline_last))), None)
+    return next((mend for other, mend in possible if not any(_fatal(other, workers, pipeline_last, apart))), None)
 
 
 def _idle(shape: JobShape, workers: int) -> str | None:
@@ -96,11 +99,12 @@ def _losses(nodes: int, found: Exposure, fewest: int) -> str:
     if found.too_few == "worker" or (found.too_few and nodes > 1 and not found.workers):
         return f"losing any {found.too_few} ends the job, which then has fewer workers than --min-workers {fewest}"
     if nodes == 1:
-        return "losing any worker ends the job" if workers else "any one worker may be lost"
-    said = f"losing {_listing(["node 0 (the coordinator's)", *(others or workers)])} ends the job"
+        return "losing any worker ends the job" if found.workers else "any one worker may be lost"
+    coordinator = "the coordinator" if found.apart else "node 0 (the coordinator's)"
+    said = f"losing {_listing([coordinator, *(others or workers)])} ends the job"
     if others:
         return f"{said} with state that is nowhere else"
-    return said if workers else f"{said}; any other one may be lost"
+    return said if workers else f"{said}; any {'node' if found.apart else 'other one'} may be lost"
 
 
 def _listing(names: list[str]) -> str:

@@ -20,10 +20,10 @@ from megatron_resihp.control.transport.node_liveness import joined_already
 
 DIRECTORY: Final = "returning"
 SIZE: Final = "job_size"
-"""The job's size as node 0 was told."""
+"""The job's size as the coordinator was told."""
 LOOK_S: Final = 0.5
 SEEN_WITHIN_S: Final = 90.0
-"""What node 0 has written others see: a file system of several nodes may remember for a minute that it wasn't there."""
+"""What was written there others see: a file system of several nodes may remember for a minute that it wasn't there."""
 
 
 class RefusedError(Exception):
@@ -67,18 +67,18 @@ def take(run_dir: Path, node: int) -> tuple[int, ...] | None:
 
 
 def await_offer(
-    run_dir: Path, node: int, check_node_0: Callable[[], None], patience_s: float, joined: bool = False
+    run_dir: Path, node: int, check_coordinator: Callable[[], None], patience_s: float, joined: bool = False
 ) -> tuple[int, ...]:
     """The ids of the workers with which a node joins that was not there at the start, once the job trains, or that
     was there and is lost, once that has been noticed.
 
     Args:
-        check_node_0: raises an error when it is gone; nothing else bounds the wait of a node that has not joined yet.
+        check_coordinator: raises an error when it is gone; nothing else bounds the wait of a node that has not joined.
         patience_s: how long a node that has joined already waits for its loss to be noticed.
         joined: one of its rank is known to have joined.
 
     Raises:
-        RefusedError: the node has joined already and isn't lost, or doesn't share the run directory with node 0.
+        RefusedError: the node has joined already and isn't lost, or doesn't share the coordinator's run directory.
         OSError: the run directory can't be written.
     """
     announced = False
@@ -92,9 +92,11 @@ def await_offer(
             until = "the loss of the one before it is noticed" if joined else "the job trains, to join it then"
             print(f"resihp: node {node} waits until {until}", flush=True)
             announced = True
-        check_node_0()
+        check_coordinator()
         if waited_s > SEEN_WITHIN_S and not (run_dir / DIRECTORY / SIZE).exists():
-            raise RefusedError(f"{run_dir} isn't node 0's run directory; give one that all nodes share as --run-dir")
+            raise RefusedError(
+                f"{run_dir} isn't the coordinator's run directory; give one that all nodes share as --run-dir"
+            )
         time.sleep(LOOK_S)
     return workers
 

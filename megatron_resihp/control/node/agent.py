@@ -50,8 +50,8 @@ RESTART_AFTER_S: Final = 1.0
 LEAVE_AFTER_S: Final = RESTART_AFTER_S
 """From the failure of a joining node's last worker to its leaving: where the job ends for it, that says why."""
 ASK_TO_LEAVE_AFTER_S: Final = RESTART_AFTER_S
-"""From SIGTERM on another node than node 0 to asking whether the job can do without: where all nodes are told to end,
-as at the end of the job's time, node 0 says so meanwhile, and no plan is made for fewer."""
+"""From SIGTERM on a node without the coordinator to asking whether the job can do without: where all nodes are told to
+end, as at the end of the job's time, the coordinator's says so meanwhile, and no plan is made for fewer."""
 
 
 class Agent:
@@ -64,9 +64,10 @@ class Agent:
         link: to the coordinator.
         starter: starts workers anew.
         max_restarts: how often at most, for each slot.
-        nodes: the liveness connections of the other nodes, on node 0 of several.
+        nodes: the liveness connections of the other nodes, beside the coordinator.
         joins: whether the node joins a job that runs. It goes again if all its workers fail: the job doesn't need it.
         node: its rank.
+        leads: whether the coordinator runs here, which the job ends with.
     """
 
     def __init__(
@@ -80,8 +81,10 @@ class Agent:
         nodes: NodeWatcher | None = None,
         joins: bool = False,
         node: int = 0,
+        leads: bool = True,
     ) -> None:
         self._node = node
+        self._leads = leads
         self._processes = processes
         self._watcher = watcher
         self._mailbox = mailbox
@@ -223,7 +226,7 @@ class Agent:
             return
         # What a command has begun may have less time now, or end with all the job.
         self._stop_asked, self._drained = True, False
-        if number == signal.SIGTERM and self._node > 0:
+        if number == signal.SIGTERM and not self._leads:
             self._schedule.add(now + ASK_TO_LEAVE_AFTER_S, self._ask_to_leave)
         else:
             self._link.post(StopRequest(number, time.time()))

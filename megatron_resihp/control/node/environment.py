@@ -22,6 +22,8 @@ WORKER: Final = "RESIHP_WORKER"
 SLOTS: Final = "RESIHP_SLOTS"
 """How many slots for workers the job has, with those on nodes that may join it."""
 NODE: Final = "RESIHP_NODE"
+APART: Final = "RESIHP_COORDINATOR_APART"
+"""1: the coordinator runs on none of the job's nodes."""
 STORE: Final = "RESIHP_STORE"
 """host:port of the store."""
 RUN_DIR: Final = "RESIHP_RUN_DIR"
@@ -187,5 +189,6 @@ class JobEnvironment:
             HEARTBEAT_S: str(self.heartbeat_s),
             AGENT_PID: str(os.getpid()),
             MAX_RESTARTS: str(self.max_restarts),
+            **({APART: "1"} if size.apart else {}),
             **({STAND_IN: "1"} if self.stand_in else {}),
         }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Liveness connections between nodes: node 0 notices that another node is gone, the others that node 0 is.
+"""Liveness connections of nodes: the coordinator's agent notices that a node is gone, the others that it is.
 
 May import: the standard library and this package's modules.
 """
@@ -26,9 +26,11 @@ PURPOSE: Final = "liveness"
 LARGEST: Final = 64
 """Bytes of a message: beats are one."""
 SIZE_KEY: Final = "launch/size"
-"""The job's size as node 0 was told; the others check theirs against it."""
+"""The job's size as the coordinator's agent was told; the others check theirs against it."""
+APART_KEY: Final = "launch/apart"
+"""There if the coordinator runs on none of the job's nodes."""
 ANSWER_S: Final = 30.0
-"""How long node 0's agent may take from serving the store to publishing what the others need."""
+"""How long the coordinator's agent may take from serving the store to publishing what the others need."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class NodeLoss:
 
 
 class NodeWatcher:
-    """Node 0's end: takes in the liveness connections of the other nodes, also of those that come later, or again.
+    """The coordinator's end: takes in the liveness connections of nodes, also of those that come later, or again.
 
     Args:
         listener: bound, not yet listening.
@@ -51,8 +53,8 @@ class NodeWatcher:
         self, listener: socket.socket, secret: Secret, size: JobSize, timeout_s: float, connect_by: float
     ) -> None:
         self._gate = Gate(listener, secret, PURPOSE, LARGEST)
-        self._others = range(1, size.most_nodes)
-        self._awaited = set(range(1, size.nodes))
+        self._others = set(range(size.most_nodes)) - size.head
+        self._awaited = set(range(size.nodes)) - size.head
         self._connect_by = connect_by
         self._absence = Absence(timeout_s / 2)
         self._watcher = Watcher(timeout_s)
@@ -107,7 +109,9 @@ class Meeting:
 
 
 def publish(store: Store, size: JobSize, meeting: Meeting | None) -> None:
-    """Node 0's part of `join`."""
+    """The coordinator's part of `join`."""
+    if size.apart:
+        store.set(APART_KEY, "yes")  # before the size, for which the others wait
     store.set(SIZE_KEY, str(size))
     if meeting is not None:
         store.set(keys.RECORDS_ADDRESS, str(meeting.records))
@@ -115,7 +119,7 @@ def publish(store: Store, size: JobSize, meeting: Meeting | None) -> None:
 
 
 def records_address(store: Store) -> Address:
-    """Where node 0 takes records; to be asked for after `join`."""
+    """Where the coordinator takes records; to be asked for after `join`."""
     return parse_address(store.get(keys.RECORDS_ADDRESS, ANSWER_S))
 
 
@@ -147,14 +151,20 @@ def join(store: Store, joining: Joining, on_lost: Callable[[], None]) -> Livenes
         sock, session = _connect(address, joining)
         return LivenessConnection(sock, joining.period_s, on_lost, session.seal)
     except OSError as error:
-        raise StoreError(f"no liveness connection to node 0 at {address} ({error.strerror or error})") from error
+        what = error.strerror or error
+        raise StoreError(f"no liveness connection to the coordinator at {address} ({what})") from error
 
 
 def check_size(store: Store, node: int, size: JobSize) -> None:
-    """Raises StoreError if node 0 was told of a job of another size than this node."""
+    """Raises StoreError if the coordinator was told of a job of another size than this node."""
     told = store.get(SIZE_KEY, ANSWER_S)
     if told != str(size):
-        raise StoreError(f"node 0 was started with {told}; give node {node} the same")
+        raise StoreError(f"the coordinator was started with {told}; give node {node} the same")
+
+
+def is_apart(store: Store) -> bool:
+    """Whether the coordinator runs on none of the job's nodes; to be asked for after `check_size`."""
+    return store.check(APART_KEY)
 
 
 def has_joined(store: Store, node: int, size: JobSize) -> bool:

@@ -22,6 +22,14 @@ class StoreError(RuntimeError):
     """The store cannot be served, reached or used; its text is one line for people."""
 
 
+class ElsewhereError(StoreError):
+    """A port is to be served at an address that this machine does not have."""
+
+
+class TakenError(StoreError):
+    """A port is in use already."""
+
+
 class Store(Protocol):
     """Strings under keys, counters and queues, shared by every process of the job.
 
@@ -94,8 +102,9 @@ def reserve(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRNOTAVAIL:
-            raise StoreError(f"{host} is no address of this machine; give node 0's own") from error
-        raise StoreError(f"cannot serve the store on port {port} ({error.strerror})") from error
+            raise ElsewhereError(f"{host} is no address of this machine; give one that is") from error
+        kind = TakenError if error.errno == errno.EADDRINUSE else StoreError
+        raise kind(f"cannot serve the store on port {port} ({error.strerror})") from error
     return listener
 
 

@@ -83,10 +83,11 @@ def part_of(worker: int, own: Standing, decision: Decision) -> tuple[Shard, ...]
     return decision.writers.get(worker, ()) if worker in decision.told else own.held
 
 
-def awaited(members: Iterable[int], node_0: frozenset[int], me: int) -> frozenset[int]:
-    """The workers that may still report: unless this worker is on node 0, that node has died with its workers."""
+def awaited(members: Iterable[int], head: frozenset[int], me: int) -> frozenset[int]:
+    """The workers that may still report. `head`: those on the coordinator's node, which has died with its workers
+    unless this worker is there."""
     rest = frozenset(members) | {me}
-    return rest if me in node_0 else rest - node_0
+    return rest if me in head else rest - head
 
 
 def missing(saved: Iterable[Coordinate], stages: int, tensor_parallel: int) -> list[Coordinate]:

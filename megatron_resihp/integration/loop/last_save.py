@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megatron_resihp.coding import decode, encode
 from megatron_resihp.control.coordination.record import NoCommitError
+from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.node import environment
 from megatron_resihp.control.node.mailbox import LAST_SAVE_S
 from megatron_resihp.control.worker.noticeboard import Noticeboard
@@ -129,8 +130,9 @@ def _directory(runtime: Runtime, base: Path) -> str:
 def _awaited(runtime: Runtime) -> frozenset[int]:
     slots, here = int(os.environ[environment.SLOTS]), int(os.environ["LOCAL_WORLD_SIZE"])
     members = {*runtime.control.members, runtime.worker}
-    node_0 = frozenset(worker for worker in members if node_of(worker, slots, here) == 0)
-    return awaited(members, node_0, runtime.worker)
+    head = JobSize(1, here, apart=environment.APART in os.environ).head
+    lost = frozenset(worker for worker in members if node_of(worker, slots, here) in head)
+    return awaited(members, lost, runtime.worker)
 
 
 def _say(runtime: Runtime, what: str) -> None:

@@ -84,8 +84,8 @@ def _unfinished(summary: RunSummary, where: str) -> str:
             return f"Running (last {what} {silent} ago): {where}"
         case standing.STALLED:
             return f"STALLED (last {what} {silent} ago{usually}): {where}"
-        case standing.NODE_0_LOST:
-            return f"NODE 0 LOST (last {what} {silent} ago): {where}"
+        case standing.COORDINATOR_LOST:
+            return f"COORDINATOR LOST (last {what} {silent} ago): {where}"
         case standing.ENDED:
             return f"ENDED WITHOUT A WORD (last {what} {silent} ago): {where}"
         case _:

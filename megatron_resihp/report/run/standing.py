@@ -22,7 +22,7 @@ from megatron_resihp.report.run.run_summary import EmergencyCheckpoint, RunSumma
 RUNNING: Final = "running"
 STALLED: Final = "stalled"
 ENDED: Final = "ended without a word"
-NODE_0_LOST: Final = "node 0 lost"
+COORDINATOR_LOST: Final = "coordinator lost"
 UNKNOWN: Final = "unknown"
 
 STALLED_AFTER: Final = 3.0
@@ -65,7 +65,7 @@ def standing(summary: RunSummary, launcher: Launcher, now: float) -> Standing:
 
 
 def with_last_save(summary: RunSummary, run_dir: Path) -> RunSummary:
-    """`summary` with the state that the other nodes have saved if node 0 is lost; no process could log an event for it.
+    """`summary` with the state that workers have saved if the coordinator is lost; no process could log that.
 
     Nodes that were only cut off save too; there the run goes on or has an end.
     """
@@ -77,10 +77,9 @@ def with_last_save(summary: RunSummary, run_dir: Path) -> RunSummary:
 
 def _ended_with(summary: RunSummary, standing: Standing, save: LastSave, run_dir: Path) -> RunSummary:
     written = EmergencyCheckpoint(save.iteration, str(run_dir / save.directory), save.complete, save.missing)
-    return replace(
-        summary, standing=replace(standing, state=NODE_0_LOST), reason=f"node 0 was lost; {save.told(run_dir)}",
-        salvages=(*summary.salvages, written),
-    )  # fmt: skip
+    reason = f"the coordinator was lost; {save.told(run_dir)}"
+    lost = replace(standing, state=COORDINATOR_LOST)
+    return replace(summary, standing=lost, reason=reason, salvages=(*summary.salvages, written))
 
 
 def launcher_of(run_dir: Path) -> Launcher:

@@ -130,7 +130,8 @@ class AgentMessages:
     def _most_are_told(self, node: int, now: float) -> str:
         """A signal tells a node to leave; in words, if it tells more than half of them."""
         state = self._state
-        here = {0} | {state.joining.node_of(worker) for worker in state.living | state.joining.waiting}
+        there = {state.joining.node_of(worker) for worker in state.living | state.joining.waiting}
+        here = state.job.size.head | there
         told = state.departures.told_together(node, now)
         most = 2 * len(told) > len(here | told)
         return f"{len(told)} of {len(here | told)} nodes were told to end at once" if most else ""

@@ -69,7 +69,7 @@ class CommandMessages:
             raise ChangeRefused("the job has not begun to train; end it with resihp stop")
         if state.phase is Phase.SAVING or state.job.trained or state.done or state.ending.stop_signal:
             raise ChangeRefused("the job is about to end")
-        if 0 in request.nodes:
+        if state.job.size.head.intersection(request.nodes):
             raise ChangeRefused("node 0 has the coordinator and can't leave; end the job with resihp stop")
         for worker in request.workers:
             if worker not in here:

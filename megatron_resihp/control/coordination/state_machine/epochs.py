@@ -81,9 +81,10 @@ class Epochs:
             for_good: none are started in their places.
         """
         state, given_up = self._state, tuple(sorted(workers))
-        # Who has reported is reached, and so are the agent and all workers of node 0.
+        # Who has reported is reached, and so are the agent and all workers of the coordinator's node.
         reached = state.reports.records.keys() if state.phase is Phase.REPORTING else ()
-        state.reports.accounts.late.update(w for w in given_up if w not in reached and state.joining.node_of(w) > 0)
+        head, node_of = state.job.size.head, state.joining.node_of
+        state.reports.accounts.late.update(w for w in given_up if w not in reached and node_of(w) not in head)
         notice = Notify(WorkersGivenUp(given_up, cause, for_good))
         return [notice, *self.die(dict.fromkeys(given_up, cause), now, now)]
 

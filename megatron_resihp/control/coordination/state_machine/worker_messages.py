@@ -264,8 +264,8 @@ def _exposed(job: Job, fewest: int) -> Log:
     """Which losses would end the job, said while something can be done about it. `fewest`: workers there must be."""
     assert job.shape is not None
     size = job.size
-    found = exposure(job.shape, size.workers, job.described.pipeline_last, fewest)
-    nodes = range(size.nodes) if found.too_few else (0, *found.nodes)
+    found = exposure(job.shape, size.workers, job.described.pipeline_last, fewest, apart=size.apart and size.nodes > 1)
+    nodes = range(size.nodes) if found.too_few else (*size.head, *found.nodes)
     workers = range(size.workers) if found.too_few == "worker" else found.workers
     said = in_words(size.nodes, found, fewest)
     return Log(Exposed(nodes=tuple(nodes) if size.nodes > 1 else (), workers=tuple(workers), said=said))

@@ -17,7 +17,7 @@ import pytest
 
 from megatron_resihp.control import exit_codes
 from megatron_resihp.control.commands.launch_options import add_arguments, check, options_of
-from megatron_resihp.control.commands.launcher import RESULT
+from megatron_resihp.control.commands.seat import RESULT
 from megatron_resihp.control.worker.saved_state import DIRECTORY, TRACKER
 
 ROOT = Path(__file__).parents[4]

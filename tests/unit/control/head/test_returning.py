@@ -63,7 +63,7 @@ def test_a_late_node_with_a_run_directory_of_its_own_is_refused(
 ) -> None:
     monkeypatch.setattr(returning, "SEEN_WITHIN_S", 0.0)
     monkeypatch.setattr(returning, "LOOK_S", 0.01)
-    with pytest.raises(returning.RefusedError, match="isn't node 0's run directory; give one that all nodes share"):
+    with pytest.raises(returning.RefusedError, match="isn't the coordinator's run directory; give one that all"):
         returning.await_offer(tmp_path, 1, lambda: None, PATIENCE_S)
 
 

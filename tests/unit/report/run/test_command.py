@@ -171,7 +171,7 @@ def test_what_survivors_of_node_0_have_saved_is_told(
     if said is None:
         assert first.startswith("ENDED WITHOUT A WORD") and not any("saved" in line for line in rest)
     else:
-        assert first.startswith("NODE 0 LOST (last step") and "iteration 12 of 40" in first
-        line = "  reason: node 0 was lost; the state after iteration 13 is saved"
+        assert first.startswith("COORDINATOR LOST (last step") and "iteration 12 of 40" in first
+        line = "  reason: the coordinator was lost; the state after iteration 13 is saved"
         [reason] = [each for each in rest if each.startswith(line)]
         assert reason.endswith(said.format(run_dir=run_dir))
