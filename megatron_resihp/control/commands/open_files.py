@@ -50,8 +50,8 @@ def problem(size: JobSize, node: int, limit: int) -> str | None:
     most = needed(size, node)
     if limit == resource.RLIM_INFINITY or most <= limit:
         return None
-    who = "the coordinator" if size.apart else f"node {node}'s launcher"
+    opener = "the coordinator" if size.apart else f"node {node}'s launcher"
     return (
-        f"{who} of a job with {size} opens up to {most} files, and may open {limit}; raise the hard limit to {most} "
+        f"{opener} of a job with {size} opens up to {most} files, and may open {limit}; raise the hard limit to {most} "
         "(ulimit -Hn, LimitNOFILE=)"
     )
