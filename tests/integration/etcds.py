@@ -8,11 +8,13 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from megatron_resihp.control.transport.address import Address
+from megatron_resihp.control.transport.etcd.access import OPEN, Access
 from megatron_resihp.control.transport.etcd.gateway import EtcdError, Gateway
 from megatron_resihp.control.transport.etcd.location import Location
 
@@ -27,17 +29,22 @@ class Etcd:
 
     Args:
         folder: for its data and its output.
+        access: how it lets clients in, once it has begun.
+        flags: more of etcd's.
     """
 
-    def __init__(self, folder: Path, members: int = 1) -> None:
+    def __init__(
+        self, folder: Path, members: int = 1, access: Access = OPEN, flags: Sequence[str] = ()
+    ) -> None:
         self._folder = folder
+        self._access, self._flags = access, flags
         self._ports = [(_free_port(), _free_port()) for _ in range(members)]
         self._members: dict[int, subprocess.Popen[bytes]] = {}
         self.start(*range(members))
 
     def location(self, run: str = "run") -> Location:
         """Of a job's decisions here."""
-        return Location(tuple(Address(HOST, clients) for clients, _ in self._ports), run)
+        return Location(tuple(Address(HOST, clients) for clients, _ in self._ports), run, self._access)
 
     def start(self, *members: int) -> None:
         """Start members, and wait until the cluster answers."""
@@ -65,13 +72,15 @@ class Etcd:
         self.kill(*self._members)
 
     def _started(self, member: int) -> subprocess.Popen[bytes]:
-        clients, peers = (f"http://{HOST}:{port}" for port in self._ports[member])
+        scheme = "http" if self._access.ca is None else "https"
+        clients, peers = (f"{scheme}://{HOST}:{self._ports[member][0]}", f"http://{HOST}:{self._ports[member][1]}")
         cluster = ",".join(f"m{number}=http://{HOST}:{port}" for number, (_, port) in enumerate(self._ports))
         with (self._folder / f"etcd{member}.log").open("ab") as output:
             return subprocess.Popen([
                 "etcd", "--name", f"m{member}", "--data-dir", str(self._folder / f"etcd{member}"),
                 "--listen-client-urls", clients, "--advertise-client-urls", clients,
                 "--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers, "--initial-cluster", cluster,
+                *self._flags,
             ], stdout=output, stderr=output)  # fmt: skip
 
     def _await(self) -> None:

@@ -10,7 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +20,7 @@ from megatron_resihp.control.commands.rendezvous import Rendezvous, can_be_bound
 from megatron_resihp.control.job_size import JobSize, parse_nodes
 from megatron_resihp.control.node.output import MODES
 from megatron_resihp.control.transport.address import Address, parse_address
+from megatron_resihp.control.transport.etcd.access import access_of
 from megatron_resihp.control.transport.etcd.location import Location, parse_location
 
 RUNS: Final = Path("resihp-runs")
@@ -172,7 +173,7 @@ def options_of(
         late_nodes=late_nodes,
         node=meeting.node,
         coordinator=_coordinator(namespace) or meeting.address,
-        control=control_of(namespace),
+        control=control_of(namespace, environment),
         interface=namespace.interface,
         run_dir=namespace.run_dir or _shared_directory(said, nodes + late_nodes, meeting),
         runs=_runs(said),
@@ -192,16 +193,25 @@ def _coordinator(namespace: argparse.Namespace) -> Address | None:
         raise LaunchError(f"--coordinator {error}; give node 0's host name or address and a free port") from None
 
 
-def control_of(namespace: argparse.Namespace) -> Location | None:
+def control_of(namespace: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Location | None:
     """Where in etcd decisions are to be kept, too; None: nowhere.
+
+    Args:
+        environment: may say how etcd lets the job in.
 
     Raises:
         LaunchError: it can't be read.
     """
+    if not namespace.control:
+        return None
     try:
-        return parse_location(namespace.control) if namespace.control else None
+        location = parse_location(namespace.control)
     except ValueError as error:
         raise LaunchError(f"--control {error}; give etcd's members and a name for the job") from None
+    try:
+        return replace(location, access=access_of(environment))
+    except ValueError as error:
+        raise LaunchError(str(error)) from None
 
 
 def _workers(text: str, count: Callable[[str], int]) -> int:

@@ -6,6 +6,7 @@ May import: the standard library, `transport.etcd` and this package's modules.
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from megatron_resihp.control.coordination.decisions.entries import Entry
 from megatron_resihp.control.coordination.decisions.reading import Decisions, UnusableError
 from megatron_resihp.control.head.decision_file import DecisionFile, read_decisions
 from megatron_resihp.control.head.etcd_log import EtcdLog, read_etcd_decisions
+from megatron_resihp.control.transport.etcd.access import access_of
 from megatron_resihp.control.transport.etcd.leadership import Leadership
 from megatron_resihp.control.transport.etcd.location import SCHEME, parse_location
 
@@ -54,7 +56,7 @@ def decisions_at(place: str) -> Decisions:
     if not place.startswith(SCHEME):
         return read_decisions(Path(place))
     try:
-        location = parse_location(place)
+        location = parse_location(place, access_of(os.environ))
     except ValueError as error:
         raise UnusableError(str(error)) from None
     return read_etcd_decisions(location)

@@ -13,6 +13,7 @@ from typing import Final
 
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.transport.address import Address
+from megatron_resihp.control.transport.etcd.access import PREFIX as ETCD
 from megatron_resihp.control.transport.secret import VARIABLE as SECRET
 from megatron_resihp.control.transport.secret import Secret
 from megatron_resihp.plan.slots import slot_of
@@ -162,7 +163,8 @@ class JobEnvironment:
         return {
             "OMP_NUM_THREADS": "1",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
-            **inherited,
+            # Workers need nothing of etcd.
+            **{name: value for name, value in inherited.items() if not name.startswith(ETCD)},
             "PYTHONUNBUFFERED": "1",
             # Connections between pairs that never talk would only be more to lose.
             "TORCH_GLOO_LAZY_INIT": "1",

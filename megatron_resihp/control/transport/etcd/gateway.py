@@ -2,7 +2,7 @@
 """Asks etcd, by the HTTP gateway that its members serve: JSON with keys and values in base64, and numbers as text.
 
 A request goes to one member after the other until one answers. So it may be carried out twice, if an answer was lost:
-what is asked for must bear that. May import: the standard library, `address` and `location`.
+what is asked for must bear that. May import: the standard library, `address`, `access` and `location`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any, Final, Self
 
 from megatron_resihp.control.transport.address import Address
@@ -27,6 +27,8 @@ _AWAY: Final = (408, 429)
 """Besides 5xx: a member that has no majority, no room or no time. Another member may, or this one later."""
 _NOT_FOUND: Final = 5
 """gRPC's code; of what is asked here, only leases are looked for."""
+_UNAUTHENTICATED: Final = 16
+"""gRPC's code, for a token that etcd doesn't know any more."""
 
 
 class EtcdError(Exception):
@@ -39,6 +41,10 @@ class UnreachableError(EtcdError):
 
 class LeaseLostError(EtcdError):
     """The lease has lapsed."""
+
+
+class _TokenLostError(EtcdError):
+    """etcd takes a token for some minutes, and forgets it if it was started anew."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +86,19 @@ class Outcome:
 
 
 class Gateway:
-    """Asks the members of one cluster. One thread uses it."""
+    """Asks the members of one cluster. One thread uses it.
+
+    Raises:
+        EtcdError: what it is to be let in with can't be read.
+    """
 
     def __init__(self, location: Location) -> None:
         self.location = location
+        try:
+            self._tls = location.access.context()
+        except ValueError as error:
+            raise EtcdError(str(error)) from None
+        self._token: str | None = None
         self._cluster: str | None = None
         self._members = list(location.members)
         self._connection: HTTPConnection | None = None
@@ -165,6 +180,21 @@ class Gateway:
         return list(self._post("kv/range", wanted).get("kvs", ()))
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        if self.location.access.user is not None and self._token is None:
+            self._log_in()
+        try:
+            return self._post_once(path, body)
+        except _TokenLostError:
+            self._log_in()
+            return self._post_once(path, body)
+
+    def _log_in(self) -> None:
+        self._token = None
+        access = self.location.access
+        said = self._post_once("auth/authenticate", {"name": access.user, "password": access.password})
+        self._token = str(said.get("token", ""))
+
+    def _post_once(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         said = self._ask("POST", f"/v3/{path}", json.dumps(body).encode())
         # What etcd streams is in another object.
         answer = said.get("result", said)
@@ -212,17 +242,24 @@ class Gateway:
         return self._exchange(self._connect(member), method, path, body)
 
     def _connect(self, member: Address) -> HTTPConnection:
-        self._connection = HTTPConnection(member.host, member.port, timeout=ANSWER_S)
+        if self._tls is None:
+            self._connection = HTTPConnection(member.host, member.port, timeout=ANSWER_S)
+        else:
+            self._connection = HTTPSConnection(member.host, member.port, timeout=ANSWER_S, context=self._tls)
         return self._connection
 
     def _exchange(self, connection: HTTPConnection, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
-        connection.request(method, path, body, {"Content-Type": "application/json"} if body is not None else {})
+        headers = {"Content-Type": "application/json"} if body is not None else {}
+        if self._token is not None:
+            headers["Authorization"] = self._token
+        connection.request(method, path, body, headers)
         response = connection.getresponse()
         return response.status, response.read()
 
 
 def _refusal(said: dict[str, Any], problem: str) -> EtcdError:
-    return LeaseLostError(problem) if said.get("code") == _NOT_FOUND else EtcdError(problem)
+    kind = {_NOT_FOUND: LeaseLostError, _UNAUTHENTICATED: _TokenLostError}.get(said.get("code", 0), EtcdError)
+    return kind(problem)
 
 
 def _problem(said: dict[str, Any]) -> str:

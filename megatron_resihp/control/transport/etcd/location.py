@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where in etcd a job keeps its decisions: etcd://HOST:PORT,HOST:PORT/RUN.
 
-Pure. May import: the standard library and `transport.address`.
+Pure. May import: the standard library, `transport.address` and `access`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from megatron_resihp.control.transport.address import Address, parse_address
+from megatron_resihp.control.transport.etcd.access import OPEN, Access
 
 SCHEME: Final = "etcd://"
 _RUN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
@@ -24,10 +25,12 @@ class Location:
     Attributes:
         members: of one cluster; any of them is asked.
         run: the name under which the job's keys are.
+        access: how etcd lets the job in.
     """
 
     members: tuple[Address, ...]
     run: str
+    access: Access = OPEN
 
     def __str__(self) -> str:
         return f"{SCHEME}{self.cluster}/{self.run}"
@@ -61,7 +64,7 @@ class Location:
         return int(digits) if len(digits) == 9 and digits.isascii() and digits.isdigit() else None
 
 
-def parse_location(text: str) -> Location:
+def parse_location(text: str, access: Access = OPEN) -> Location:
     """Read etcd://HOST:PORT,HOST:PORT/RUN; ValueError says what is wrong with it."""
     hosts, slash, run = text.removeprefix(SCHEME).partition("/")
     if not (text.startswith(SCHEME) and slash and hosts):
@@ -71,4 +74,4 @@ def parse_location(text: str) -> Location:
     members = tuple(map(parse_address, hosts.split(",")))
     if len(set(members)) < len(members):
         raise ValueError(f"{text!r} names a member twice")
-    return Location(members, run)
+    return Location(members, run, access)

@@ -48,6 +48,14 @@ def test_what_recovery_needs_of_nccl_is_no_choice_of_the_user() -> None:
     assert (found["NCCL_DEBUG"], found["OMP_NUM_THREADS"]) == ("INFO", "4")
 
 
+def test_workers_do_not_get_what_etcd_lets_the_coordinator_in_with() -> None:
+    job = JobEnvironment(
+        node=0, size=JobSize(1, 2), store=STORE, secret=SECRET, run_dir=Path("run"), heartbeat_s=1.0, stand_in=False
+    )
+    found = job.of(1, 3, 4, {"ETCDCTL_USER": "job:password", "ETCDCTL_KEY": "own.key", "HOME": "/home/me"})
+    assert found["HOME"] == "/home/me" and not [name for name in found if name.startswith("ETCDCTL_")]
+
+
 def warnings_without_files(inherited: dict[str, str]) -> list[str]:
     """This machine may have files of NCCL's."""
     return warnings_of({"NCCL_CONF_FILE": str(ABSENT), **inherited}, ABSENT)
