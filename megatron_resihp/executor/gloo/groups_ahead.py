@@ -86,9 +86,9 @@ class GroupsAhead:
         """The sockets at which members connect to this one."""
         return gloo_sockets.listeners(self.store.published, set())
 
-    def sockets(self) -> set[str]:
-        """The listening sockets, and the connections that have been made to them."""
-        return gloo_sockets.at_ports(self.store.published)
+    def ports(self) -> set[int]:
+        """Those at which members connect to this one."""
+        return gloo_sockets.ports(self.store.published)
 
     def take_side_group(self, name: str) -> SideGroup | None:
         """The side group of this name, once; None: there is none."""

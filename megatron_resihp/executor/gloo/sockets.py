@@ -17,6 +17,7 @@ or have left the epoch. So we connect to our own listener in the peer's place, a
 
 import os
 import socket
+import stat
 import sys
 from collections.abc import Collection, Iterable, Iterator
 
@@ -35,8 +36,9 @@ def tcp_sockets(except_for: Collection[str] = ()) -> Iterator[tuple[str, socket.
     """
     for name in os.listdir("/proc/self/fd"):
         try:
-            identity = os.readlink(f"/proc/self/fd/{name}")
-            if not identity.startswith("socket:") or identity in except_for:
+            file = os.fstat(int(name))
+            identity = f"socket:[{file.st_ino}]"  # as /proc shows it
+            if not stat.S_ISSOCK(file.st_mode) or identity in except_for:
                 continue
             duplicate = socket.socket(fileno=os.dup(int(name)))
         except OSError:
@@ -46,9 +48,9 @@ def tcp_sockets(except_for: Collection[str] = ()) -> Iterator[tuple[str, socket.
                 yield identity, duplicate
 
 
-def identities() -> set[str]:
-    """The TCP sockets that exist now."""
-    return {identity for identity, _ in tcp_sockets()}
+def identities(elsewhere_than: Collection[int] = ()) -> set[str]:
+    """The TCP sockets that exist now, but for those at these ports of this process."""
+    return {identity for identity, tcp in tcp_sockets() if tcp.getsockname()[1] not in elsewhere_than}
 
 
 def ports(published: Iterable[bytes]) -> set[int]:
@@ -60,12 +62,6 @@ def listeners(published: Iterable[bytes], except_for: set[str]) -> set[str]:
     """The listening sockets of gloo groups, given the groups' published values; never one of `except_for`."""
     own = ports(published)
     return {identity for identity, tcp in tcp_sockets(except_for) if _listens(tcp) and tcp.getsockname()[1] in own}
-
-
-def at_ports(published: Iterable[bytes]) -> set[str]:
-    """The listening sockets of gloo groups, given the groups' published values, and the connections made to them."""
-    own = ports(published)
-    return {identity for identity, tcp in tcp_sockets() if tcp.getsockname()[1] in own}
 
 
 def end_receiving(except_for: set[str], listening: set[int]) -> dict[str, socket.socket]:
@@ -100,6 +96,9 @@ def stand_in(sought: Iterable[tuple[bytes, int]], except_for: set[str]) -> int:
     Returns:
         the number of connections made.
     """
+    sought = list(sought)
+    if not sought:
+        return 0
     listeners = {
         tcp.getsockname()[1]: (tcp.family, tcp.getsockname()) for _, tcp in tcp_sockets(except_for) if _listens(tcp)
     }

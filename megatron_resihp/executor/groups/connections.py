@@ -43,10 +43,7 @@ class Connections:
     def begin(self, ahead: GroupsAhead | None) -> None:
         """All connections from now on are the epoch's, and those of the groups that were made ahead for it."""
         with self._lock:
-            self._foreign = gloo_sockets.identities()
-            if ahead is not None:
-                # In this order: a member that has begun already may connect meanwhile.
-                self._foreign -= ahead.sockets()
+            self._foreign = gloo_sockets.identities(ahead.ports() if ahead is not None else ())
             self._peer_ports = None
 
     def ports(self) -> list[int]:

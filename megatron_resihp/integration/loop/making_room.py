@@ -29,11 +29,13 @@ def make_room(runtime: Runtime, order: EpochPlan) -> Succession:
     """
     live, plan = runtime.held.live, spelled_out(order.plan, runtime.job.own.chunks)
     held, wanted = order.held.get(runtime.worker, ()), plan.shards_of(runtime.worker)
-    whole = bytes_of(live)
+    owned = storages(live)
+    whole = bytes_of(live, owned)
     if not runtime.held.shards:
         discard(live)
+        owned = storages(live)
     chunks = runtime.mode.state.succeeds(held, wanted)
-    old, new = sum(storages(live).values()), 0
+    old, new = sum(owned.values()), 0
     free = free_on_device(runtime.job.config.resihp_memory_reserve)
     if len(chunks) < len(wanted) and free < PLENTY * whole:
         new = expected_bytes(model_fields(runtime.job.args), plan, runtime.worker) or whole
@@ -44,4 +46,4 @@ def make_room(runtime: Runtime, order: EpochPlan) -> Succession:
     if live.away or way_of(room, runtime.recovery.ran_out) is Way.THROUGH_HOST:
         move_to_host(live)
         chunks = {}
-    return Succession(live, chunks)
+    return Succession(live, chunks, whole)

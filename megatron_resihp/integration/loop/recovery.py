@@ -33,7 +33,6 @@ from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.footprint import (
     bring_gradients_back,
     bytes_away,
-    bytes_of,
     footprint_of,
     free_gradients,
     storages,
@@ -223,7 +222,6 @@ def _enter_first_epoch(runtime: Runtime, phases: Phases, order: Decision) -> Non
 def _enter(runtime: Runtime, phases: Phases, order: EpochPlan, redone: int) -> None:
     runtime.on_trial = order.on_trial
     runtime.held.succession = None
-    before = bytes_of(runtime.held.live)
     try:
         with phases.phase("rebuild"):
             runtime.reach("recovery-rebuild")
@@ -236,7 +234,7 @@ def _enter(runtime: Runtime, phases: Phases, order: EpochPlan, redone: int) -> N
             extra_digests = move_extra_state(runtime, order, trained)
             if succession is not None:
                 succession.return_gradients()
-                runtime.recovery.footprint = footprint_of(before, old, to_host, storages(trained))
+                runtime.recovery.footprint = footprint_of(succession.whole, old, to_host, storages(trained))
         with phases.phase("ready"):
             runtime.reach("recovery-ready")
             connections = runtime.communicators.connections

@@ -52,11 +52,12 @@ def bring_gradients_back(trained: Trained) -> None:
         trained.lacks_gradients = False
 
 
-def bytes_of(trained: Trained) -> int:
-    """Bytes of all that, of gradients also where they are freed."""
+def bytes_of(trained: Trained, owned: Storages | None = None) -> int:
+    """Bytes of all that, of gradients also where they are freed. `owned`: its `storages`, if they are known."""
+    owned = storages(trained) if owned is None else owned
     buffers = [buffer for chunk in _chunks(trained) for buffer in _buffers(chunk)]
     freed = sum(buffer.grad_data_size * buffer.grad_data.element_size() for buffer in buffers)
-    return sum(storages(trained).values()) + freed + bytes_away(trained)
+    return sum(owned.values()) + freed + bytes_away(trained)
 
 
 def storages(trained: Trained) -> Storages:

@@ -24,9 +24,11 @@ class Succession:
     Args:
         old: what is trained until now; its own gradients are freed.
         chunks: number of a new chunk → number of the old one whose shard it has.
+        whole: bytes of all that is old.
     """
 
-    def __init__(self, old: Trained, chunks: Mapping[int, int]) -> None:
+    def __init__(self, old: Trained, chunks: Mapping[int, int], whole: int = 0) -> None:
+        self.whole = whole
         self._old, self._chunks = old, chunks
         self._built: list[Any] = []
         self._pairs: list[tuple[torch.nn.Parameter, torch.nn.Parameter]] = []

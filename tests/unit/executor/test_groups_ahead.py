@@ -117,19 +117,24 @@ def test_an_abort_ends_what_has_been_made_ahead_like_any_other_group(members: li
     end(members)
 
 
+def sockets_of(ahead: GroupsAhead) -> set[str]:
+    """What listens at its ports, and what has connected to them."""
+    return gloo_sockets.identities() - gloo_sockets.identities(ahead.ports())
+
+
 def test_connections_of_a_faster_peer_are_the_groups_own(members: list[Worker]) -> None:
     """What exists when an epoch begins is nobody's business, such as the store's connection; these are."""
     worker = members[0]
     ahead = worker.make_ahead()
     worker.leave()
-    [listener] = ahead.sockets()
+    [listener] = sockets_of(ahead)
     address = next(tcp.getsockname() for identity, tcp in gloo_sockets.tcp_sockets() if identity == listener)
     with socket.create_connection(address[:2], LIMIT_S):
         deadline = time.monotonic() + LIMIT_S
-        while len(ahead.sockets()) < 2:
+        while len(sockets_of(ahead)) < 2:
             assert time.monotonic() < deadline, "a listener, and what has connected to it"
         worker.communicators.begin(2, "next plan", ahead)
-        assert not worker.communicators.connections._foreign & ahead.sockets()
+        assert not worker.communicators.connections._foreign & sockets_of(ahead)
     end(members)
 
 
