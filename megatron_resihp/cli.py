@@ -30,7 +30,7 @@ from megatron_resihp.control.commands import (
 from megatron_resihp.extras import missing
 from megatron_resihp.report.live.run_report import RunReport
 
-NEED_TORCH: Final = frozenset({"launch", "check", "inject", "apply", "drain", "stop"})
+NEED_TORCH: Final = frozenset({"launch", "check", "health", "inject", "apply", "drain", "stop"})
 """Commands that need the extra `train`. Scripts may bring their own Megatron."""
 SCRIPTS: Final = ("pretrain_gpt.py", "make_dataset.py")
 """Scripts that come with the package."""
@@ -67,6 +67,7 @@ def _left(code: int) -> int:
 
 def command_parser() -> argparse.ArgumentParser:
     """The parser of `resihp`; scripts/make_reference.py writes a page from it."""
+    from megatron_resihp.health import command as health_command
     from megatron_resihp.integration.check import command as check_command
     from megatron_resihp.integration.emergency import command as emergency_command
     from megatron_resihp.report.detect import command as detect_command
@@ -87,6 +88,7 @@ def command_parser() -> argparse.ArgumentParser:
     coordinator_command.add_arguments(coordinator)
     coordinator.set_defaults(run=lambda namespace: coordinator_command.run(namespace, RunReport))
     _add(commands, "check", check_command, "say whether a job would be let in, and what it would survive")
+    _add(commands, "health", health_command, "say whether this node is fit to join a job")
     _add(commands, "inject", inject, "slow a worker or a link of a running job, or end a slowdown")
     _add(commands, "apply", apply, "ask a running job to change to a given plan")
     _add(commands, "drain", drain, "have nodes or workers leave a running job in order; the job goes on without them")

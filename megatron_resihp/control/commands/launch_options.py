@@ -168,7 +168,7 @@ def options_of(
         seconds.setdefault("connect_timeout_s", meeting.patience_s)
     return LaunchOptions(
         command=(*(["-m"] if said.get("module") else []), namespace.script, *namespace.arguments),
-        workers_per_node=_workers(said.get("nproc_per_node", "1"), count_devices or devices),
+        workers_per_node=workers_of(said.get("nproc_per_node", "1"), count_devices or devices),
         nodes=nodes,
         late_nodes=late_nodes,
         node=meeting.node,
@@ -214,8 +214,8 @@ def control_of(namespace: argparse.Namespace, environment: Mapping[str, str] = o
         raise LaunchError(str(error)) from None
 
 
-def _workers(text: str, count: Callable[[str], int]) -> int:
-    """How many workers a node has: a number, or one of torchrun's words."""
+def workers_of(text: str, count: Callable[[str], int]) -> int:
+    """How many workers a node has: a number, or one of torchrun's words; LaunchError if it can't be read."""
     if text not in ("gpu", "cpu", "auto"):
         try:
             return int(text)
