@@ -29,7 +29,7 @@ class Etcd:
 
     Args:
         folder: for its data and its output.
-        access: how it lets clients in, once it has begun.
+        access: how it lets clients in; to be set once that is another.
         flags: more of etcd's.
     """
 
@@ -37,14 +37,14 @@ class Etcd:
         self, folder: Path, members: int = 1, access: Access = OPEN, flags: Sequence[str] = ()
     ) -> None:
         self._folder = folder
-        self._access, self._flags = access, flags
+        self.access, self._flags = access, flags
         self._ports = [(_free_port(), _free_port()) for _ in range(members)]
         self._members: dict[int, subprocess.Popen[bytes]] = {}
         self.start(*range(members))
 
     def location(self, run: str = "run") -> Location:
         """Of a job's decisions here."""
-        return Location(tuple(Address(HOST, clients) for clients, _ in self._ports), run, self._access)
+        return Location(tuple(Address(HOST, clients) for clients, _ in self._ports), run, self.access)
 
     def start(self, *members: int) -> None:
         """Start members, and wait until the cluster answers."""
@@ -72,7 +72,7 @@ class Etcd:
         self.kill(*self._members)
 
     def _started(self, member: int) -> subprocess.Popen[bytes]:
-        scheme = "http" if self._access.ca is None else "https"
+        scheme = "http" if self.access.ca is None else "https"
         clients, peers = (f"{scheme}://{HOST}:{self._ports[member][0]}", f"http://{HOST}:{self._ports[member][1]}")
         cluster = ",".join(f"m{number}=http://{HOST}:{port}" for number, (_, port) in enumerate(self._ports))
         with (self._folder / f"etcd{member}.log").open("ab") as output:
@@ -90,6 +90,8 @@ class Etcd:
                 gateway.get("any")
                 return
             except EtcdError as error:
+                if "permission denied" in str(error):
+                    return  # it knows who asks
                 assert time.monotonic() < until, error
                 time.sleep(0.05)
             finally:

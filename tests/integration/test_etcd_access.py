@@ -19,7 +19,7 @@ from megatron_resihp.control.transport.etcd.leadership import Leadership
 
 pytestmark = [needs_etcd, pytest.mark.nightly]
 
-PAIR = Access(user="job", password="of: two words")
+PAIR = Access(user="job", password="of:two")
 
 
 def openssl(folder: Path, *arguments: str) -> None:
@@ -81,26 +81,23 @@ class TestCertificates:
         assert f"{place} holds no decisions" in capsys.readouterr().err
 
 
-class TestUsers:
-    @pytest.fixture(scope="class")
-    def guarded(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
-        """Has two users: root, and one that may use the keys of one job."""
-        with closing(Etcd(tmp_path_factory.mktemp("etcd"), access=PAIR)) as made:
-            yield made
-
-    @pytest.fixture(scope="class", autouse=True)
-    @staticmethod
-    def users(guarded: Etcd) -> None:
-        """Once an etcd has begun that lets everybody in."""
-        [member] = guarded.location().members
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
+    """Has two users: root, and one that may use the keys of one job."""
+    with closing(Etcd(tmp_path_factory.mktemp("etcd"))) as made:
+        [member] = made.location().members
         for command in (
             "user add root:x", "user grant-role root root", "role add job",
             "role grant-permission --prefix job readwrite run/", f"user add {PAIR.user} --interactive=false",
             f"user grant-role {PAIR.user} job", "auth enable",
         ):  # fmt: skip
             words = ["etcdctl", f"--endpoints={member}", *command.split()]
-            subprocess.run(words, input=PAIR.password, text=True, check=True, capture_output=True)
+            subprocess.run(words, input=f"{PAIR.password}\n", text=True, check=True, capture_output=True)
+        made.access = PAIR
+        yield made
 
+
+class TestUsers:
     def test_one_that_may_leads(self, guarded: Etcd) -> None:
         with closing(Leadership(guarded.location("run"))) as leader:
             assert leader.token

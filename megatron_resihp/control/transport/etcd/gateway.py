@@ -215,10 +215,10 @@ class Gateway:
                 said = json.loads(text)
                 if not isinstance(said, dict):
                     raise ValueError
+            except (OSError, HTTPException) as error:  # before the next: a certificate's error is of both kinds
+                problem = str(error) or type(error).__name__
             except ValueError:
                 problem = "what answers is no etcd"
-            except (OSError, HTTPException) as error:
-                problem = str(error) or type(error).__name__
             else:
                 if status == 200 and "error" not in said:
                     return said
