@@ -33,9 +33,7 @@ class Etcd:
         flags: more of etcd's.
     """
 
-    def __init__(
-        self, folder: Path, members: int = 1, access: Access = OPEN, flags: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, folder: Path, members: int = 1, access: Access = OPEN, flags: Sequence[str] = ()) -> None:
         self._folder = folder
         self.access, self._flags = access, flags
         self._ports = [(_free_port(), _free_port()) for _ in range(members)]

@@ -135,6 +135,7 @@ def as_stock_says(losses: dict[int, float]) -> dict[int, float]:
     return losses | {second: (losses[first] + losses[second]) / 2}
 
 
+@pytest.mark.nightly
 def test_a_distributed_optimizer_goes_on_in_another_layout(jobs: Jobs, tmp_path: Path) -> None:
     """Unlike stages to two replicas of one tensor-parallel member."""
     reference = jobs.reference(tiny(**MODEL | UNIFORM_LAYOUT), workers=4)

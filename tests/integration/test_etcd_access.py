@@ -13,7 +13,7 @@ import pytest
 from etcds import Etcd, needs_etcd
 
 from megatron_resihp.cli import main
-from megatron_resihp.control.transport.etcd.access import CA, CERTIFICATE, KEY, OPEN, USER, Access
+from megatron_resihp.control.transport.etcd.access import CA, CERTIFICATE, KEY, OPEN, Access
 from megatron_resihp.control.transport.etcd.gateway import EtcdError, Gateway, UnreachableError
 from megatron_resihp.control.transport.etcd.leadership import Leadership
 

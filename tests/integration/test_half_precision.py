@@ -62,16 +62,15 @@ def scales(job: Job) -> dict[int, float]:
     return {event["iteration"]: event["loss_scale"] for event in job.events("iteration")}
 
 
+@NIGHTLY
 @pytest.mark.parametrize(
     ("layout", "names"),
     [
         (UNIFORM_LAYOUT, ["unlike replicas"]),
-        pytest.param(
-            UNIFORM_LAYOUT, ["V shape, W apart", "a standby keeps its shard", "unlike replicas"], marks=NIGHTLY
-        ),
-        pytest.param(UNIFORM_LAYOUT | SUMMED, ["unlike replicas", "zero bubble"], marks=NIGHTLY),
-        pytest.param(UNIFORM_LAYOUT | BALANCED, ["TP 2 and 1"], marks=NIGHTLY),
-        pytest.param(UNIFORM_LAYOUT | SHARED, ["unlike replicas"], marks=NIGHTLY),
+        (UNIFORM_LAYOUT, ["V shape, W apart", "a standby keeps its shard", "unlike replicas"]),
+        (UNIFORM_LAYOUT | SUMMED, ["unlike replicas", "zero bubble"]),
+        (UNIFORM_LAYOUT | BALANCED, ["TP 2 and 1"]),
+        (UNIFORM_LAYOUT | SHARED, ["unlike replicas"]),
     ],
     ids=["unlike replicas", "orders", "per token", "experts", "distributed optimizer"],
 )

@@ -124,6 +124,7 @@ class TestEmulation:
         path.write_text(json.dumps(data | {"time_scale": 0.15}))
         return str(path)
 
+    @pytest.mark.nightly
     def test_a_worker_slowed_from_outside_and_cleared(self, jobs: Jobs, injection: Said, profile: str) -> None:
         """Two replicas of one worker each: an iteration lasts as long as the slower one's ops."""
         job = jobs.start(tiny(**self.LAYOUT, resihp_emulate=profile), workers=2)

@@ -137,7 +137,7 @@ def test_survivors_are_planned_for_by_a_strategy(
     assert main(["replay", str(run.run_dir)]) == 0, capsys.readouterr().err
 
 
-@pytest.mark.parametrize("act", ["observe", "ask", "act"])
+@pytest.mark.parametrize("act", [*(pytest.param(act, marks=pytest.mark.nightly) for act in ("observe", "ask")), "act"])
 def test_a_slow_worker_gets_less_to_do_if_that_is_wanted(launch: Launch, tmp_path: Path, act: str) -> None:
     """From a verdict of the detector to another plan."""
     slow = Verdict(kind="compute", change="onset", workers=(2,), speed=0.25, since=1, iteration=1)

@@ -47,7 +47,7 @@ def check_lines(job: Job, reference: Job) -> None:
 @pytest.mark.parametrize(
     ("plans", "injections"),
     [
-        ([], ["kill:3@5:backward", "rebuild:0@8:between", "rebuild:0@8:between"]),
+        pytest.param([], ["kill:3@5:backward", "rebuild:0@8:between", "rebuild:0@8:between"], marks=NIGHTLY),
         ([(UNLIKE, 4)], []),
         pytest.param([], ["kill:2@6:step"], marks=NIGHTLY),
         pytest.param([(VEE, 1), (OWN, 4)], ["kill:3@8:backward"], marks=NIGHTLY),

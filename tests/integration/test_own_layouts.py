@@ -34,16 +34,10 @@ def unlike(layers: int) -> ParallelPlan:
     return ParallelPlan((pipeline, Replica(stages([5]), (1, 3), chunks(layers))), {})
 
 
+@NIGHTLY
 @pytest.mark.parametrize(
     "layout",
-    [
-        LAYOUT,
-        pytest.param({}, marks=NIGHTLY),
-        pytest.param(FIRST | PER_TOKEN, marks=NIGHTLY),
-        pytest.param(LAST, marks=NIGHTLY),
-        pytest.param(ENDS | UNTIED, marks=NIGHTLY),
-        pytest.param(LAYOUT | {"use_distributed_optimizer": True}, marks=NIGHTLY),
-    ],
+    [LAYOUT, {}, FIRST | PER_TOKEN, LAST, ENDS | UNTIED, LAYOUT | {"use_distributed_optimizer": True}],
     ids=["layout", "even", "first stage", "last stage", "ends count", "distributed optimizer"],
 )
 def test_a_middle_stage_loses_a_worker_and_another_one_gets_other_layers(

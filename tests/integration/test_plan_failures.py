@@ -181,6 +181,7 @@ def test_a_death_in_the_last_iteration_under_a_heterogeneous_plan(jobs: Jobs, tm
     survive(jobs, tmp_path, [(UNLIKE, 4)], ["kill:2@6:step"])
 
 
+@pytest.mark.nightly
 def test_evaluation_under_a_heterogeneous_plan(jobs: Jobs, tmp_path: Path) -> None:
     """Within training and after it, of one replica for all."""
     model = {**PIPELINE, **EVALUATION, "eval_iters": 2}

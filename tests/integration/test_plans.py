@@ -174,11 +174,12 @@ def own_plan(workers: int) -> ParallelPlan:
 @pytest.mark.parametrize(
     "names",
     [
-        ("TP 2 and 1", "TP 1 and 2", "TP 4", "TP 1"),
-        ("other layers", "four stages", "one stage", "unlike replicas"),
-        ("interleaved", "V shape", "zero bubble", "a standby keeps its shard"),
+        ("TP 2 and 1", "unlike replicas"),
+        pytest.param(("TP 2 and 1", "TP 1 and 2", "TP 4", "TP 1"), marks=NIGHTLY),
+        pytest.param(("other layers", "four stages", "one stage", "unlike replicas"), marks=NIGHTLY),
+        pytest.param(("interleaved", "V shape", "zero bubble", "a standby keeps its shard"), marks=NIGHTLY),
     ],
-    ids=["degrees", "stages", "orders"],
+    ids=["both", "degrees", "stages", "orders"],
 )
 def test_from_plan_to_plan_and_back(jobs: Jobs, tmp_path: Path, names: Sequence[str]) -> None:
     """Gradients are divided by tokens, which whoever has the head counts; Adam would hide a wrong divisor."""
@@ -186,15 +187,14 @@ def test_from_plan_to_plan_and_back(jobs: Jobs, tmp_path: Path, names: Sequence[
     survive(jobs, tmp_path, plans, workers=4, **UNIFORM_LAYOUT | PER_TOKEN)
 
 
+@NIGHTLY
 @pytest.mark.parametrize(
     ("model", "tolerance"),
     [
         (LLAMA | {"sequence_parallel": True}, FP32),
-        pytest.param(
-            {"position_embedding_type": "learned_absolute", "no_rope_fusion": None} | PER_TOKEN, FP32, marks=NIGHTLY
-        ),
-        pytest.param({"bf16": True}, BF16, marks=NIGHTLY),
-        pytest.param({"bf16": True, "fp32_residual_connection": True}, BF16, marks=NIGHTLY),
+        ({"position_embedding_type": "learned_absolute", "no_rope_fusion": None} | PER_TOKEN, FP32),
+        ({"bf16": True}, BF16),
+        ({"bf16": True, "fp32_residual_connection": True}, BF16),
     ],
     ids=["llama, sequence parallel", "positions, per token", "bf16", "bf16, wide residual"],
 )
@@ -255,10 +255,12 @@ def test_orders_of_ops(jobs: Jobs, tmp_path: Path, model: dict[str, Any]) -> Non
     survive(jobs, tmp_path, plans, workers=4, **UNIFORM_LAYOUT | model)
 
 
+@pytest.mark.nightly
 def test_sixteen_bits(jobs: Jobs, tmp_path: Path) -> None:
     survive(jobs, tmp_path, [FOUR["TP 2 and 1"]], workers=4, tolerance=BF16, train_iters=6, bf16=True, **UNIFORM_LAYOUT)
 
 
+@NIGHTLY
 def test_groups_for_host_tensors_beside_those_of_devices(jobs: Jobs, tmp_path: Path) -> None:
     """As with NCCL, whose own groups carry none: workers with and without tensor-parallel peers meet in others."""
     model = UNIFORM_LAYOUT | {"distributed_backend": "nccl", "train_iters": 6}
@@ -277,6 +279,7 @@ def test_packed_samples_of_a_micro_batch_cross_as_one(jobs: Jobs, documents: Pat
     survive(jobs, tmp_path, [FOUR["TP 2 and 1"]], workers=4, **model)
 
 
+@pytest.mark.nightly
 def test_a_stage_works_for_another_replica(jobs: Jobs, tmp_path: Path) -> None:
     survive(jobs, tmp_path, [migrating(), own_plan(8)], workers=8, train_iters=9, **UNIFORM_LAYOUT)
 

@@ -44,12 +44,13 @@ def survive(
     return job
 
 
+@NIGHTLY
 @pytest.mark.parametrize(
     "model",
     [
         {},
-        pytest.param({"sequence_parallel": True} | PER_TOKEN, marks=NIGHTLY),
-        pytest.param({"num_query_groups": 1, "qk_layernorm": True, "disable_bias_linear": None}, marks=NIGHTLY),
+        {"sequence_parallel": True} | PER_TOKEN,
+        {"num_query_groups": 1, "qk_layernorm": True, "disable_bias_linear": None},
     ],
     ids=["plain", "sequence parallel, per token", "one group, norms, biases"],
 )

@@ -66,6 +66,7 @@ def packed(documents: Path, **changes: Any) -> list[str]:
     )  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.since_megatron("0.19")
 def test_eight_workers_record_every_op_transfer_and_document(jobs: Jobs, documents: Path) -> None:
     arguments = packed(documents, tensor_model_parallel_size=2, eval_interval=3, eval_iters=1)
@@ -135,7 +136,7 @@ def test_healthy_jobs_have_no_verdict(jobs: Jobs) -> None:
     assert "no worker or link was found slow" in job.output()
 
 
-@pytest.mark.parametrize("judge", ["hangs", "fails"])
+@pytest.mark.parametrize("judge", [pytest.param("hangs", marks=pytest.mark.nightly), "fails"])
 def test_training_does_not_need_the_judge(jobs: Jobs, judge: str) -> None:
     arguments = tiny(train_iters=ITERATIONS)
     reference = jobs.reference(arguments, workers=2)

@@ -85,6 +85,7 @@ def test_uneven_shares_of_a_pipeline(jobs: Jobs, loss: dict[str, Any]) -> None:
     assert shares(plan) == [4, 5]
 
 
+@pytest.mark.nightly
 def test_grouped_queries_gated_layers_and_untied_embeddings(jobs: Jobs) -> None:
     model = {"tensor_model_parallel_size": 2, **LLAMA, "global_batch_size": 4}
     survive(jobs, "kill:1@3:backward", model=model, workers=4)
@@ -94,6 +95,7 @@ def test_sequence_parallelism(jobs: Jobs) -> None:
     survive(jobs, "kill:2@3:backward", model=SEQUENCE_PARALLEL | LLAMA, workers=4)
 
 
+@pytest.mark.nightly
 def test_sequence_parallelism_with_uneven_shares(jobs: Jobs) -> None:
     model = SEQUENCE_PARALLEL | {"global_batch_size": 9}
     _, plan = survive(jobs, "kill:2@3:backward", model=model, workers=6)
@@ -106,13 +108,15 @@ def test_sixteen_bits(jobs: Jobs) -> None:
     survive(jobs, "kill:1@3:backward", model={"global_batch_size": 8, "bf16": True}, workers=4, tolerance=BF16)
 
 
+@pytest.mark.nightly
 def test_sixteen_bits_of_a_shard_that_moves(jobs: Jobs) -> None:
     injections = ("kill:3@3:backward", "kill:4@3:backward")
     job, _ = survive(jobs, *injections, model=WIDE | {"bf16": True}, workers=6, tolerance=BF16)
     assert moved(job) > 0
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=["mean", "per token"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("loss", [{}, PER_TOKEN], ids=["mean", "per token"])
 def test_uneven_shares_of_experts(jobs: Jobs, loss: dict[str, Any]) -> None:
     """What balances the experts weighs as much in each of the shares 3, 3 and 2."""
     _, plan = survive(jobs, "kill:1@3:backward", model=EXPERTS | {"global_batch_size": 8} | loss, workers=4)

@@ -9,6 +9,7 @@ import signal
 from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 from jobs import PRETRAIN, WISHING, Job, Jobs, check_training, is_alive, tiny
 from launched import children
 
@@ -21,7 +22,7 @@ TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2}
 """Two replicas of two tensor-parallel ranks: workers 0 and 1, 2 and 3."""
 EVALUATION: dict[str, Any] = {"eval_interval": 2, "eval_iters": 1}
 
-ITERATION_POINTS = ("forward", "backward", "grad-sync", "norm", "step", "between")
+NIGHTLY = pytest.mark.nightly
 RECOVERY_POINTS = ("recovery-report", "recovery-rebuild", "recovery-ready")
 
 
@@ -37,18 +38,22 @@ def survive(jobs: Jobs, *injections: str, layout: dict[str, Any], extra: dict[st
     return job
 
 
-BOTH = (1, pytest.param(2, marks=pytest.mark.nightly))
+BOTH = (1, pytest.param(2, marks=NIGHTLY))
 """Victims on either side of what is split."""
 
 
+def at_night(*points: str) -> list[ParameterSet]:
+    return [pytest.param(point, marks=NIGHTLY) for point in points]
+
+
 @pytest.mark.parametrize("victim", BOTH)
-@pytest.mark.parametrize("point", [*ITERATION_POINTS, "p2p"])
+@pytest.mark.parametrize("point", ["backward", "p2p", "norm", "step", *at_night("forward", "grad-sync", "between")])
 def test_a_death_in_a_pipeline(jobs: Jobs, point: str, victim: int) -> None:
     survive(jobs, f"kill:{victim}@3:{point}", layout=PIPELINE)
 
 
 @pytest.mark.parametrize("victim", BOTH)
-@pytest.mark.parametrize("point", ITERATION_POINTS)
+@pytest.mark.parametrize("point", ["backward", "grad-sync", "step", *at_night("forward", "norm", "between")])
 def test_a_death_in_a_tensor_parallel_group(jobs: Jobs, point: str, victim: int) -> None:
     survive(jobs, f"kill:{victim}@3:{point}", layout=TENSOR)
 
@@ -87,7 +92,7 @@ def test_a_death_while_saving(jobs: Jobs, victim: int) -> None:
     assert (directory / "latest_checkpointed_iteration.txt").read_text() == "6"
 
 
-@pytest.mark.parametrize("second", [0, 1])
+@pytest.mark.parametrize("second", [0, pytest.param(1, marks=NIGHTLY)])
 @pytest.mark.parametrize("point", RECOVERY_POINTS)
 def test_a_death_in_a_recovery(jobs: Jobs, point: str, second: int) -> None:
     """Worker 0 works before and after the first death; worker 1 is put on standby by it."""
@@ -135,7 +140,7 @@ def test_data_loaders_of_a_dead_worker_die_with_it(jobs: Jobs, victim: int) -> N
     assert recovery["resumed_at"] - recovery["broken_at"] < 4.0, "peers waited for sockets that loaders held open"
 
 
-@pytest.mark.nightly
+@NIGHTLY
 def test_a_data_loader_that_is_killed_is_its_workers_death(jobs: Jobs) -> None:
     """As by the out-of-memory killer; another worker comes in the place of its own."""
     model = PIPELINE | {"train_iters": 12}
@@ -156,9 +161,10 @@ def test_a_data_loader_that_is_killed_is_its_workers_death(jobs: Jobs) -> None:
     assert death["dead"] == 1 and "a data loader" in death["cause"] and "was killed by a signal" in death["cause"]
 
 
+@NIGHTLY
 @pytest.mark.parametrize(
     ("layout", "point"),
-    [(PIPELINE, "forward"), pytest.param(TENSOR, "norm", marks=pytest.mark.nightly)],
+    [(PIPELINE, "forward"), (TENSOR, "norm")],
     ids=["pipeline", "tensor"],
 )
 def test_a_stopped_worker_is_given_up_and_ends_itself(jobs: Jobs, layout: dict[str, Any], point: str) -> None:
@@ -181,7 +187,7 @@ def test_a_stopped_worker_is_given_up_and_ends_itself(jobs: Jobs, layout: dict[s
     assert [death.worker for death in job.summary.deaths] == [1]
 
 
-@pytest.mark.nightly
+@NIGHTLY
 @pytest.mark.parametrize("wish", ["grip-1-3", "hold-1-3"], ids=["a call keeps the lock", "stopped"])
 def test_others_do_not_wait_for_a_worker_that_can_not_hear(jobs: Jobs, wish: str) -> None:
     """No thread of it runs, so none hears that another's death has broken the epoch. Its agent ends it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from jobs import Jobs, tiny
 
 from megatron_resihp.detector.judging.learned import load
@@ -12,6 +13,7 @@ from megatron_resihp.detector.judging.learned import load
 LEARNED, AGAIN = 60, 15
 
 
+@pytest.mark.nightly
 def test_a_job_saves_its_costs_and_another_starts_from_them(jobs: Jobs, tmp_path: Path) -> None:
     first = jobs.start(tiny(train_iters=LEARNED), workers=2).wait()
     assert first.code == 0, first.tails()

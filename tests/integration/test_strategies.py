@@ -14,6 +14,7 @@ MODEL = {
 }  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("compiled_planner")
 def test_survivors_of_a_death_in_a_tensor_parallel_group_all_go_on_working(jobs: Jobs) -> None:
     """Complete replicas would need eight workers, or leave three of seven idle."""

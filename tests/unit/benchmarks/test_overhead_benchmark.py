@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.nightly
 def test_overhead_benchmark_measures_probes_and_coordinator() -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "overhead.py"), "--replicas", "1"],

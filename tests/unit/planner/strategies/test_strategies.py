@@ -26,7 +26,7 @@ plans are as fast."""
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(situation=situations())
 def test_any_health_gives_a_valid_plan_or_a_reason(name: str, situation: tuple[ParallelPlan, Health, JobCost]) -> None:
     plan, health, cost = situation
