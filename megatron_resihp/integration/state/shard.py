@@ -100,9 +100,9 @@ def buffers_of(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """A chunk's persistent buffers, such as the biases of routers. What others hold counts within an iteration only, or
     is computed anew with each model."""
     for path, module in chunk.named_modules():
-        for name, buffer in module.named_buffers(path, recurse=False):
-            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                yield name, buffer
+        for name, buffer in module._buffers.items():  # most modules have none
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
 
 
 def _parameters(trained: Trained) -> Iterator[tuple[str, torch.nn.Parameter, dict[str, Any]]]:
