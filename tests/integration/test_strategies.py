@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from jobs import EXPERTS, Jobs, check_training, tiny
+from jobs import EXPERTS, WISHING, Jobs, check_training, tiny
 
 from megatron_resihp.plan import ParallelPlan
 
@@ -39,8 +39,12 @@ def test_a_model_of_unlike_layers_begins_with_the_planners_own_layout(jobs: Jobs
         "num_layers": 6, "moe_layer_freq": "[0,0,0,1,1,1]", "pipeline_model_parallel_size": 2, "global_batch_size": 8,
         "train_iters": 10,
     }  # fmt: skip
-    job = jobs.run(tiny(**model, resihp_emulate="h800", resihp_plan="auto"), workers=4)
-    check_training(job, jobs.reference(tiny(**model), workers=4))
+    reference = jobs.reference(tiny(**model), workers=4)
+    arguments = tiny(**model, resihp_emulate="h800", resihp_plan="auto")
+    job = jobs.start(arguments, workers=4, script=WISHING, wishes=["hold-0-7"])
+    job.await_event("plan_change")  # a planner on a busy machine may need longer than the job
+    job.wish("go_on")
+    check_training(job.wait(), reference)
     first, chosen = (ParallelPlan.from_dict(event["plan"]) for event in job.events("epoch_started"))
     assert first.not_uniform is None and chosen.not_uniform is not None
     assert "iterations" in job.events("reconfiguration")[-1]["why"]
