@@ -88,7 +88,8 @@ def launch(
 
 def _command(setting: Setting, run_dir: Path, workers: int, node: int, port: int) -> list[str]:
     options = ["--nproc-per-node", "1", "--run-dir", str(run_dir)]
-    options += ["--heartbeat-timeout", "10", "--survivor-timeout", "40"]
+    # Workers that start on few cores are silent for longer.
+    options += ["--heartbeat-timeout", "30" if setting.stand_in else "10", "--survivor-timeout", "40"]
     if workers > 1:
         options += ["--nnodes", str(workers), "--node-rank", str(node), "--coordinator", f"127.0.0.1:{port}"]
     if setting.stand_in:
