@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from jobs import FP32, REPOSITORY
 from slurm import Slurm, needs_slurm
-from training import HELD, ITERATIONS, Training
+from training import HELD, ITERATIONS, RESIHP, Training
 
 from megatron_resihp.report.run.summary import RunSummary, compare
 
@@ -119,3 +119,21 @@ def test_nodes_of_a_second_job_join_and_leave(slurm: Slurm, train: Train, refere
 
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_node_that_is_unfit_is_excluded(train: Train, tmp_path: Path, reference: RunSummary) -> None:
+    """`resihp health` is what it is on two nodes, and finds a problem on the third."""
+    wrapper = tmp_path / "bin" / "resihp"
+    wrapper.parent.mkdir()
+    wrapper.write_text(
+        "#!/bin/bash\n"
+        '[[ $1 != health || $SLURMD_NODENAME != n0 ]] || { echo "resihp: this node is unfit" >&2; exit 1; }\n'
+        f'exec {RESIHP} "$@"\n'
+    )
+    wrapper.chmod(0o755)
+    training = train(nodes=2, RESIHP_BIN=str(wrapper.parent), RESIHP_HEALTH="1")
+    training.wish("go_on")
+    ended = training.end()
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), training.output()
+    assert ended["ExcNodeList"] == "n0" and "unfit: n0; queued again without" in training.output()
+    check(training, reference)
