@@ -13,6 +13,7 @@ from megatron_resihp.integration.patches import (
     counting,
     data,
     documents,
+    padded_buckets,
     parameter_gather,
     parameter_kinds,
     replica_checks,
@@ -274,6 +275,12 @@ def training_patches(runtime: Runtime, release: Release) -> list[Patch]:
             parameter_gather.wrap_disable_forward_pre_hook,
             ("self", "param_sync"),
             "may be called again",
+        ),
+        Patch(
+            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_fully_reshardable",
+            padded_buckets.wrap_fully_reshardable,
+            ("self", "model_sharded_state_dict", "is_loading", "metadata"),
+            "saves each parameter's own state where buckets are padded",
         ),
         Patch(
             f"{TRAINING}:check_param_hashes_across_dp_replicas",
