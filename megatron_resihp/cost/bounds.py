@@ -61,8 +61,9 @@ def iteration_bound(cost: JobCost, speed: Mapping[int, float]) -> IterationBound
     training = cost.training
     state = training.weight_bytes + training.gradient_bytes + training.optimizer_bytes
     possible = [sharing for sharing in cost.sharings if _holds(cost, sharing, len(speed))]
-    works = [_work(cost.shared(*sharing), speed, rates) for sharing in possible] if rates else []
-    paths = [float(cost.shared(*sharing).seconds(1)[[OpKind.F, OpKind.B]].sum()) for sharing in possible]
+    shared = [cost.shared(sharing.context, sharing.experts) for sharing in possible]
+    works = [_work(each, speed, rates) for each in shared] if rates else []
+    paths = [float(each.seconds(1)[[OpKind.F, OpKind.B]].sum()) for each in shared]
     return IterationBound(
         work=min(works, default=float("inf")),
         critical_path=min(paths) / group if works else float("inf"),

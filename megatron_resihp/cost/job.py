@@ -173,7 +173,7 @@ class JobCost:
     def _shared_apart(self, context: int, experts: int) -> "JobCost":
         if (context, experts) == (self.training.context_parallel, self.training.expert_parallel):
             return self
-        training = replace(self.training, context_parallel=context, expert_parallel=experts)
+        training = replace(self.training.as_plans_say(experts), context_parallel=context)
         other = replace(self, training=training, alone=None, measured={})
 
         def scaled(seconds: Array, degree: int) -> Array:

@@ -97,7 +97,7 @@ def memory_of(plan: ParallelPlan, model: Model, training: Training, kept_until_w
     replicas = [with_layers(replica, model) for replica in plan.replicas]
     training = replace(training, context_parallel=plan.context_parallel)
     if plan.expert_parallel > 1:
-        training = replace(training, expert_parallel=plan.expert_parallel)
+        training = training.as_plans_say(plan.expert_parallel)
     accountant = _Accountant(model, training, replicas, kept_until_w)
     used: dict[int, MemoryUse] = {}
     alike: dict[tuple[object, ...], dict[Coordinate, MemoryUse]] = {}

@@ -2,7 +2,7 @@
 """The training settings on which memory and work depend. Imports the standard library."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Final
 
@@ -88,6 +88,11 @@ class Training:
         if not each:
             return 1.0
         return max(sum(loads[first : first + each]) for first in range(0, len(loads), each)) * degree / sum(loads)
+
+    def as_plans_say(self, replicas: int = 1) -> "Training":
+        """Where so many replicas share experts, and the members of a stage share a replica's as they do other layers:
+        plans count sharers so."""
+        return replace(self, expert_parallel=replicas, expert_tensor_parallel=None)
 
     @property
     def squares(self) -> int:

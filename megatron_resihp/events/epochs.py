@@ -23,7 +23,8 @@ class EpochStarted(Event):
         Plan,
         '`{"replicas": [{"stages": [[worker ids of the TP members], ...], "micro_batches": [indices]}], '
         '"standbys": {worker id: [stage, tp_rank] or null}}`; `"context_parallel": n` where n replicas in a row share '
-        'each sequence; `"expert_parallel": n` where n in a row share experts',
+        'each sequence; `"expert_parallel": n` where n in a row share experts, and '
+        '`"expert_members": n` where n members of a stage in a row have the same of them',
     ]
     digest: Annotated[str | None, "digest of the plan, the same on all members"] = None
 

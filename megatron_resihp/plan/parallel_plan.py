@@ -33,6 +33,7 @@ class _Written:
     uneven_shards: bool = omitted_if(False)
     context_parallel: int = omitted_if(1)
     expert_parallel: int = omitted_if(1)
+    expert_members: int = omitted_if(0)
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class ParallelPlan:
             part of every sequence, and each has the whole model.
         expert_parallel: how many consecutive replicas share each layer's experts. They run as many micro-batches, and
             each has a share of the experts and all the rest of the model.
+        expert_members: how many members in a row of a stage have a cut each of the same experts of that share; 0: all
+            members have. The job's own number.
 
     Equal plans have equal hashes; plans may be pickled and copied.
 
@@ -62,15 +65,17 @@ class ParallelPlan:
     uneven_shards: bool = False
     context_parallel: int = 1
     expert_parallel: int = 1
+    expert_members: int = 0
 
     def __post_init__(self) -> None:
-        check(self.replicas, self.standbys, self.migrations, Sharing(self.context_parallel, self.expert_parallel))
+        sharing = Sharing(self.context_parallel, self.expert_parallel, self.expert_members)
+        check(self.replicas, self.standbys, self.migrations, sharing)
         # A read-only copy: neither the plan nor the caller's own dict can change it.
         object.__setattr__(self, "standbys", MappingProxyType(dict(self.standbys)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A proxy can be neither pickled nor copied.
-        rest = self.migrations, self.uneven_shards, self.context_parallel, self.expert_parallel
+        rest = self.migrations, self.uneven_shards, self.context_parallel, self.expert_parallel, self.expert_members
         return ParallelPlan, (self.replicas, dict(self.standbys), *rest)
 
     @cached_property
@@ -146,7 +151,7 @@ class ParallelPlan:
         replica = self.replicas[index]
         if not replica.chunks:
             raise PlanError("the plan doesn't say which layers its stages run")
-        experts = index % self.expert_parallel, self.expert_parallel
+        experts = index % self.expert_parallel, self.expert_parallel, self.expert_members
         return shards_at(replica.chunks, coordinate, len(replica.stages[coordinate.stage]), experts)
 
     def to_dict(self) -> dict[str, Any]:
@@ -170,8 +175,8 @@ class ParallelPlan:
             raise PlanError(f"the plan lacks {name!r}{f' of {".".join(holder)}' if holder else ''}") from None
         except WrongValueError as error:
             raise PlanError(f"this is no plan: {error}; give the JSON of a plan") from None
-        rest = written.migrations, written.uneven_shards, written.context_parallel, written.expert_parallel
-        return cls(written.replicas, written.standbys, *rest)
+        sharing = written.context_parallel, written.expert_parallel, written.expert_members
+        return cls(written.replicas, written.standbys, written.migrations, written.uneven_shards, *sharing)
 
     @property
     def digest(self) -> str:
@@ -195,7 +200,7 @@ def sharing_of(plan: ParallelPlan) -> int:
 
 
 def _written(plan: ParallelPlan) -> _Written:
-    rest = plan.migrations, plan.uneven_shards, plan.context_parallel, plan.expert_parallel
+    rest = plan.migrations, plan.uneven_shards, plan.context_parallel, plan.expert_parallel, plan.expert_members
     return _Written(plan.replicas, dict(sorted(plan.standbys.items())), *rest)
 
 

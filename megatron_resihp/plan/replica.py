@@ -25,6 +25,8 @@ class Shard(NamedTuple):
         tp_rank, tp_degree: which tensor-parallel share of each layer, and how many there are.
         expert_rank, expert_degree: which share of each layer's experts, and how many there are. What is no expert's is
             in all of them.
+        expert_members: how many members in a row of its stage have a cut each of the same experts; the next ones have
+            others of its share. 0: all members have.
     """
 
     first: int
@@ -33,15 +35,38 @@ class Shard(NamedTuple):
     tp_degree: int
     expert_rank: int = 0
     expert_degree: int = 1
+    expert_members: int = 0
+
+
+class ExpertPart(NamedTuple):
+    """What a shard has of each layer's experts.
+
+    Attributes:
+        rank, degree: which share, and how many there are.
+        cut, cuts: which part of each of its experts, and of how many.
+    """
+
+    rank: int
+    degree: int
+    cut: int
+    cuts: int
+
+
+def experts_of(shard: Shard) -> ExpertPart:
+    """A shard's part of the experts, however the members of its stage share them."""
+    members = shard.expert_members or shard.tp_degree
+    groups = shard.tp_degree // members
+    rank = shard.expert_rank * groups + shard.tp_rank // members
+    return ExpertPart(rank, shard.expert_degree * groups, shard.tp_rank % members, members)
 
 
 def shards_at(
-    chunks: Sequence[Chunk], coordinate: Coordinate, degree: int, experts: tuple[int, int] = (0, 1)
+    chunks: Sequence[Chunk], coordinate: Coordinate, degree: int, experts: tuple[int, int, int] = (0, 1, 0)
 ) -> tuple[Shard, ...]:
     """The shards at a coordinate: its share, of `degree`, of each chunk of its stage that has layers.
 
     Args:
-        experts: which share of the experts, and of how many.
+        experts: which share of the experts, of how many, and how many members have the same.
     """
     return tuple(
         Shard(chunk.first, chunk.end, coordinate.tp_rank, degree, *experts)

@@ -18,10 +18,12 @@ Place = tuple[int, int]
 
 
 class Sharing(NamedTuple):
-    """How many consecutive replicas share each sequence, and how many share each layer's experts."""
+    """How many consecutive replicas share each sequence, how many share each layer's experts, and how many members of a
+    stage have the same of these experts; 0: all have."""
 
     context: int = 1
     experts: int = 1
+    members: int = 0
 
 
 def check(
@@ -36,6 +38,7 @@ def check(
     _check_workers(replicas, standbys)
     _check_sharing(replicas, migrations, sharing.context, "sequences", "context")
     _check_sharing(replicas, migrations, sharing.experts, "experts", "expert")
+    _check_members_of_experts(replicas, sharing.members)
     _check_groups(replicas, standbys, sharing)
     _check_micro_batches(replicas[:: sharing.context])
     _check_layers(replicas)
@@ -76,9 +79,17 @@ def _check_sharing(
         raise PlanError(f"replicas that share {what} must have the same stages, layers and order of ops")
 
 
+def _check_members_of_experts(replicas: Sequence[Replica], members: int) -> None:
+    if type(members) is not int or members < 0:
+        raise PlanError(f"the number of members that have the same experts is a whole number >= 0, got {members!r}")
+    degree = next((degree for each in replicas for degree in each.shape if members and degree % members), None)
+    if degree is not None:
+        raise PlanError(f"{degree} members of a stage can't share its experts in groups of {members}")
+
+
 def _check_groups(replicas: Sequence[Replica], standbys: Mapping[int, Kept], sharing: Sharing) -> None:
     """Those that share sequences run the same micro-batches; those that share experts as many of them."""
-    context, experts = sharing
+    context, experts, _ = sharing
     if context > 1 and experts > 1:
         raise PlanError("replicas that share sequences can't share experts, too")
     for first in range(0, len(replicas), context):

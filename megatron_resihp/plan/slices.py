@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from megatron_resihp.plan.parallel_plan import ParallelPlan
-from megatron_resihp.plan.replica import Shard
+from megatron_resihp.plan.replica import Shard, experts_of
 
 WHOLE: Final = -1
 """The cut of a layer's parameters that every tensor-parallel member holds completely."""
@@ -45,7 +45,7 @@ def cuts_of(shards: Iterable[Shard]) -> int:
 
 def shares_of(shards: Iterable[Shard]) -> int:
     """The number of shares of each layer's experts with which every shard has whole shares."""
-    return math.lcm(*(shard.expert_degree for shard in shards))
+    return math.lcm(*(experts_of(shard).degree for shard in shards))
 
 
 def shares_of_shard(shard: Shard, shares: int) -> range:
@@ -54,10 +54,11 @@ def shares_of_shard(shard: Shard, shares: int) -> range:
     Raises:
         ValueError: their number is not a multiple of its degree.
     """
-    each, rest = divmod(shares, shard.expert_degree)
+    rank, degree, *_ = experts_of(shard)
+    each, rest = divmod(shares, degree)
     if rest:
-        raise ValueError(f"a share of {shard.expert_degree} of the experts is not made of whole shares of {shares}")
-    return range(shard.expert_rank * each, (shard.expert_rank + 1) * each)
+        raise ValueError(f"a share of {degree} of the experts is not made of whole shares of {shares}")
+    return range(rank * each, (rank + 1) * each)
 
 
 def cuts_of_shard(shard: Shard, cuts: int) -> range:
@@ -66,10 +67,20 @@ def cuts_of_shard(shard: Shard, cuts: int) -> range:
     Raises:
         ValueError: the number of cuts is not a multiple of its degree.
     """
-    each, rest = divmod(cuts, shard.tp_degree)
+    return _part(cuts, shard.tp_rank, shard.tp_degree)
+
+
+def expert_cuts_of_shard(shard: Shard, cuts: int) -> range:
+    """The cuts that its experts consist of. Raises ValueError as `cuts_of_shard` does."""
+    part = experts_of(shard)
+    return _part(cuts, part.cut, part.cuts)
+
+
+def _part(cuts: int, rank: int, degree: int) -> range:
+    each, rest = divmod(cuts, degree)
     if rest:
-        raise ValueError(f"a shard of {shard.tp_degree} members is not made of whole cuts of {cuts}")
-    return range(shard.tp_rank * each, (shard.tp_rank + 1) * each)
+        raise ValueError(f"a shard of {degree} members is not made of whole cuts of {cuts}")
+    return range(rank * each, (rank + 1) * each)
 
 
 def slices_of(shards: Iterable[Shard], cuts: int, tied_head: int | None, shares: int = 1) -> frozenset[Slice]:
@@ -83,7 +94,7 @@ def slices_of(shards: Iterable[Shard], cuts: int, tied_head: int | None, shares:
     """
     found = set()
     for shard in shards:
-        numbers = cuts_of_shard(shard, cuts)
+        numbers, of_experts = cuts_of_shard(shard, cuts), expert_cuts_of_shard(shard, cuts)
         own = shares_of_shard(shard, shares) if shares > 1 else ()
         for layer in range(shard.first, shard.end):
             tied = tied_head is not None and layer in (0, tied_head)
@@ -92,7 +103,7 @@ def slices_of(shards: Iterable[Shard], cuts: int, tied_head: int | None, shares:
                 found |= {Slice(TIED, cut) for cut in numbers}
             if not tied or layer:  # the head may have more than the word embeddings
                 found |= {Slice(layer, cut) for cut in numbers}
-            found |= {Slice(layer, cut, share) for share in own for cut in (WHOLE, *numbers)}
+            found |= {Slice(layer, cut, share) for share in own for cut in (WHOLE, *of_experts)}
     return frozenset(found)
 
 

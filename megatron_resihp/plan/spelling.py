@@ -16,12 +16,14 @@ from megatron_resihp.plan.schedule import EXPLICIT, INTERLEAVED, ONE_F_ONE_B, Sc
 
 
 def coordinate_at(chunks: Sequence[Chunk], held: Sequence[Shard], degree: int) -> Coordinate | None:
-    """The coordinate that holds exactly these shards in stages of this tensor-parallel degree, or None."""
+    """The coordinate that holds exactly these shards in stages of this tensor-parallel degree, or None; however its
+    members share experts."""
     if not held:
         return None
+    plain = tuple(shard._replace(expert_members=0) for shard in held)
     for stage in sorted({chunk.stage for chunk in chunks}):
         coordinate = Coordinate(stage, held[0].tp_rank)
-        if shards_at(chunks, coordinate, degree) == tuple(held):
+        if shards_at(chunks, coordinate, degree) == plain:
             return coordinate
     return None
 
@@ -41,7 +43,8 @@ def spelled_out(plan: ParallelPlan, own: tuple[Chunk, ...]) -> ParallelPlan:
     def kept_as_shards(kept: Kept) -> Kept:
         if not isinstance(kept, Coordinate):
             return kept
-        return shards_at(replicas[0].chunks, kept, len(replicas[0].stages[kept.stage])) or None
+        degree, experts = len(replicas[0].stages[kept.stage]), (0, 1, plan.expert_members)
+        return shards_at(replicas[0].chunks, kept, degree, experts) or None
 
     standbys = {worker: kept_as_shards(kept) for worker, kept in plan.standbys.items()}
     return replace(plan, replicas=replicas, standbys=standbys)

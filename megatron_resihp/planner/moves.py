@@ -111,7 +111,7 @@ class _Rectangles(NamedTuple):
     @classmethod
     def of(cls, shards_of: Sequence[Shards]) -> "_Rectangles":
         rows = np.array(
-            [(owner, *shard) for owner, shards in enumerate(shards_of) for shard in shards], np.int64
+            [(owner, *shard[:6]) for owner, shards in enumerate(shards_of) for shard in shards], np.int64
         ).reshape(-1, 7)
         # Contiguous, or Numba compiles each function once more.
         owner, first, end, rank, degree, expert, experts = rows.T.copy()

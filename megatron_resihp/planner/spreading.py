@@ -29,7 +29,7 @@ def fatal_nodes(plan: ParallelPlan, node_of: NodeOf, shared_optimizer: bool) -> 
     """
     found = set[int]()
     for coordinate in plan.grid.coordinates():
-        for holders in holders_of_experts(plan, coordinate):
+        for holders in last_holders(plan, coordinate, shared_optimizer):
             nodes = {node_of(worker) for worker in holders}
             if len(nodes) == 1:
                 found |= nodes
@@ -39,9 +39,10 @@ def fatal_nodes(plan: ParallelPlan, node_of: NodeOf, shared_optimizer: bool) -> 
     return frozenset(found)
 
 
-def holders_of_experts(plan: ParallelPlan, coordinate: Coordinate) -> list[tuple[int, ...]]:
-    """All workers that have a shard, by the share of its experts that they have."""
-    if plan.expert_parallel == 1:
+def last_holders(plan: ParallelPlan, coordinate: Coordinate, shared_optimizer: bool) -> list[tuple[int, ...]]:
+    """All workers that have a shard, by the share of its experts that they have. Copies of a shared optimizer's parts
+    have experts, too, and may be with any of these workers."""
+    if plan.expert_parallel == 1 or (shared_optimizer and copies_at(plan, coordinate)):
         return [plan.grid.holders_of(coordinate)]
     return [plan.grid.workers_at(coordinate)[share :: plan.expert_parallel] for share in range(plan.expert_parallel)]
 

@@ -8,11 +8,12 @@ With context parallelism, replicas share sequences in groups of one size, which 
 expert parallelism, they share experts in such groups.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_resihp.plan import Coordinate, ParallelPlan, Replica, deal, even_counts
+from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Replica, Shard, deal, even_counts
 from megatron_resihp.plan.microbatches import grouped_counts
+from megatron_resihp.plan.replica import shards_at
 from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.planner.spreading import Homes, spread
 
@@ -67,6 +68,7 @@ class JobShape:
         spread_replicas: the user wants no shard on one node only.
         context_degrees: how many replicas may share each sequence; the job's own number first.
         expert_degrees: how many may share each layer's experts; the job's own number first.
+        expert_members: see `ParallelPlan`.
     """
 
     tensor_parallel: int
@@ -78,6 +80,7 @@ class JobShape:
     spread_replicas: bool = False
     context_degrees: tuple[int, ...] = (1,)
     expert_degrees: tuple[int, ...] = (1,)
+    expert_members: int = 0
 
     def node_of(self, worker: int) -> int:
         """Where a worker lives."""
@@ -154,6 +157,10 @@ class JobShape:
     def coordinates(self) -> list[Coordinate]:
         return [Coordinate(s, t) for s in range(self.pipeline_parallel) for t in range(self.tensor_parallel)]
 
+    def shards_at(self, own: Sequence[Chunk], coordinate: Coordinate) -> tuple[Shard, ...]:
+        """What the holder of a coordinate has where no replicas share experts. `own`: the job's own split."""
+        return shards_at(own, coordinate, self.tensor_parallel, (0, 1, self.expert_members))
+
 
 def initial_plan(shape: JobShape, workers: int, pipeline_last: bool = True) -> ParallelPlan:
     """Megatron's own layout of ranks 0..workers-1, or one that is more spread if the user wants that.
@@ -187,7 +194,7 @@ def _megatrons_own(shape: JobShape, workers: int, pipeline_last: bool) -> Parall
         raise NoPlanError(f"{groups} replicas can't share experts in groups of {shape.expert_degrees[0]}")
     replicas = range(groups * context)
     grid = [{c: worker(replica, c.stage, c.tp_rank) for c in shape.coordinates()} for replica in replicas]
-    return _plan(grid, shape, {}, Sharing(context, shape.expert_degrees[0]))
+    return _plan(grid, shape, {}, Sharing(context, shape.expert_degrees[0], shape.expert_members))
 
 
 def plan_uniform(shape: JobShape, held: Mapping[int, Coordinate | None], previous: ParallelPlan) -> ParallelPlan:
@@ -227,9 +234,9 @@ def _sharing(shape: JobShape, complete: int) -> tuple[Sharing, int]:
     """How many of so many complete replicas share sequences or experts, and how many of them work."""
     if shape.shares_experts:
         experts, replicas = shape.expert_parallel(complete)
-        return Sharing(experts=experts), replicas
+        return Sharing(experts=experts, members=shape.expert_members), replicas
     context = shape.context_parallel(complete)
-    return Sharing(context), context * shape.groups(complete, context)
+    return Sharing(context, members=shape.expert_members), context * shape.groups(complete, context)
 
 
 def _preference(worker: int, held: Mapping[int, Coordinate | None], previous: ParallelPlan) -> tuple[int, ...]:
@@ -312,4 +319,5 @@ def _plan(
         standbys=standbys,
         context_parallel=sharing.context,
         expert_parallel=sharing.experts,
+        expert_members=sharing.members,
     )

@@ -35,6 +35,7 @@ class JobDescription:
         sequence_parallel: members of a stage share the tokens between layers.
         keeps_degree: why all stages need the job's own tensor-parallel degree; empty: they don't.
         experts: of a layer that has any; 0: none has.
+        expert_members: see `ParallelPlan`.
         micro_batch_group: micro-batches that go through one chunk of an interleaved pipeline before its stages turn to
             the next chunk; None: it isn't interleaved.
         pipeline_last: Megatron's default order of ranks, not --use-tp-pp-dp-mapping.
@@ -98,3 +99,4 @@ class JobDescription:
     keeps_degree: str = ""
     expert_parallel: Degree = 1
     experts: Natural = 0
+    expert_members: Natural = 0

@@ -52,6 +52,9 @@ SINKHORN: dict[str, Any] = {
 }  # fmt: skip
 DROPPING: dict[str, Any] = {"moe_expert_capacity_factor": 0.75, "moe_pad_expert_input_to_capacity": True}
 TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 2}
+WHOLE: dict[str, Any] = TENSOR | {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1}
+"""Members of a stage have other experts each, and two replicas share them."""
+SWIGLU: dict[str, Any] = {"swiglu": True}
 PIPELINE: dict[str, Any] = {
     "pipeline_model_parallel_size": 2, "mtp_num_layers": 1, "untie_embeddings_and_output_weights": True,
 }  # fmt: skip
@@ -98,18 +101,19 @@ def test_a_death_and_the_return_of_the_worker(jobs: Jobs) -> None:
     assert degrees(job) == [(2, 4), (1, 3), (2, 4)]
 
 
-def shared_by(degree: int, replicas: Sequence[Sequence[Sequence[int]]]) -> ParallelPlan:
-    """Replicas with these stages, of which so many share experts. They have equally many micro-batches."""
+def shared_by(degree: int, replicas: Sequence[Sequence[Sequence[int]]], members: int = 0) -> ParallelPlan:
+    """Replicas with these stages, of which so many share experts. They have equally many micro-batches. `members`: of a
+    stage that have the same experts."""
     dealt = (tuple(range(index, SHARED["global_batch_size"], len(replicas))) for index in range(len(replicas)))
     rows = (Replica(tuple(map(tuple, stages)), numbers) for stages, numbers in zip(replicas, dealt, strict=True))
-    return ParallelPlan(tuple(rows), expert_parallel=degree)
+    return ParallelPlan(tuple(rows), expert_parallel=degree, expert_members=members)
 
 
-def there_and_back(path: Path, replicas: Sequence[Sequence[Sequence[int]]]) -> dict[str, Any]:
+def there_and_back(path: Path, replicas: Sequence[Sequence[Sequence[int]]], members: int = 0) -> dict[str, Any]:
     """Each replica gets all experts, and later they share them again; then a worker dies. `path`: for the plans."""
     last = max(worker for stages in replicas for stage in stages for worker in stage)
     return {
-        "resihp_plan": ask_at(path, (shared_by(1, replicas), 2), (shared_by(2, replicas), 4)),
+        "resihp_plan": ask_at(path, (shared_by(1, replicas, members), 2), (shared_by(2, replicas, members), 4)),
         "resihp_inject": f"kill:{last}@6:backward",
     }
 
@@ -126,10 +130,13 @@ def there_and_back(path: Path, replicas: Sequence[Sequence[Sequence[int]]]) -> d
         (WORKER, OPTIMIZER, FP32),
         (WORKER, BIASED | {"use_distributed_optimizer": True, "bf16": True, "moe_router_dtype": "fp32"}, ROUTED),
         (MEMBERS, TENSOR | OPTIMIZER, FP32),
+        (MEMBERS, WHOLE, FP32),
+        (MEMBERS, WHOLE | GATHERED | BIASED | SWIGLU, FP32),
+        (MEMBERS, WHOLE | OPTIMIZER, FP32),
     ],
     ids=[
         "bf16", "gathered, sinkhorn", "dropping", "tensor", "tensor, gathered, biased", "stages", "optimizer",
-        "optimizer, biased, bf16", "optimizer, tensor",
+        "optimizer, biased, bf16", "optimizer, tensor", "whole", "whole, gathered, biased, gated", "whole, optimizer",
     ],
 )  # fmt: skip
 def test_a_change_there_and_back_and_a_death(
@@ -137,7 +144,9 @@ def test_a_change_there_and_back_and_a_death(
 ) -> None:
     layout, workers = SHARED | layout, len(replicas) * sum(map(len, replicas[0]))
     stock = forked_stock_steps(jobs, workers, **layout)
-    job = jobs.start(tiny(**layout, **there_and_back(tmp_path, replicas)), workers=workers).wait(LARGE_JOB_S)
+    members = 1 if layout["expert_model_parallel_size"] > 2 else 0
+    asked = there_and_back(tmp_path, replicas, members)
+    job = jobs.start(tiny(**layout, **asked), workers=workers).wait(LARGE_JOB_S)
     check_like_stock(job, stock, tolerance)
     check_samples(job)
     assert degrees(job) == [(2, 4), (1, 4), (2, 4), (1, 3)]
@@ -155,16 +164,30 @@ def test_what_stock_megatron_draws_or_skips_otherwise(jobs: Jobs, tmp_path: Path
 
 
 def test_the_last_two_share_and_keep_copies_of_each_others_experts(jobs: Jobs) -> None:
+    """The last one goes on with the other's experts, which it has copies of only."""
     layout = SHARED | OPTIMIZER
     stock = forked_stock_steps(jobs, WORKERS, **layout)
-    job = jobs.run(tiny(**layout, resihp_inject=["kill:1@3:gather", "kill:2@6:step"]), workers=WORKERS)
+    deaths = ["kill:1@3:gather", "kill:2@6:step", "kill:3@8:backward"]
+    job = jobs.run(tiny(**layout, resihp_inject=deaths), workers=WORKERS)
     check_like_stock(job, stock)
     check_samples(job)
-    assert degrees(job) == [(2, 4), (1, 3), (2, 2)]
+    assert degrees(job) == [(2, 4), (1, 3), (2, 2), (1, 1)]
 
 
-@pytest.mark.parametrize("layout", [{}, {"ckpt_format": "torch"}], ids=["distributed", "by rank"])
-def test_a_checkpoint_of_a_smaller_degree(jobs: Jobs, tmp_path: Path, layout: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("layout", "tolerance"),
+    [
+        ({}, FP32),
+        ({"ckpt_format": "torch"}, FP32),
+        (OPTIMIZER, FP32),
+        ({"use_distributed_optimizer": True, "bf16": True}, BF16),
+        ({"use_distributed_optimizer": True, "ckpt_format": "torch", "swiglu": True}, FP32),
+    ],
+    ids=["distributed", "by rank", "optimizer", "optimizer, bf16", "optimizer, by rank, gated"],
+)
+def test_a_checkpoint_of_a_smaller_degree(
+    jobs: Jobs, tmp_path: Path, layout: dict[str, Any], tolerance: Tolerance
+) -> None:
     """Stock Megatron goes on from it under the job's own degree, and so does a job that then shares no experts."""
     stock = losses_of(forked_stock_steps(jobs, WORKERS, **SHARED | layout))
     path = tmp_path / "saved"
@@ -173,25 +196,71 @@ def test_a_checkpoint_of_a_smaller_degree(jobs: Jobs, tmp_path: Path, layout: di
     assert job.code == 0 and degrees(job) == [(2, 4), (1, 3)], job.tails()
     expected = {number: stock[number] for number in (7, 8, 9)}
     loading = SHARED | layout | {"load": path, "ckpt_format": "torch_dist"}
-    losses = stock_losses(PRETRAIN, WORKERS, **loading)
-    assert losses == pytest.approx(as_stock_says(expected), rel=FP32.loss)
+    script = FUSED if "use_distributed_optimizer" in layout else PRETRAIN
+    losses = stock_losses(script, WORKERS, **loading)
+    assert losses == pytest.approx(as_stock_says(expected), rel=tolerance.loss)
     alone = ask_at(tmp_path, (shared_by(1, WORKER), 7))
-    job = jobs.run(tiny(**loading, resihp_plan=alone), workers=WORKERS)
+    job = jobs.run(tiny(**loading, resihp_plan=alone), workers=WORKERS, script=script)
     assert job.code == 0 and degrees(job) == [(2, 4), (1, 4)], job.tails()
-    assert job.summary.loss == pytest.approx(expected, rel=FP32.loss)
+    assert job.summary.loss == pytest.approx(expected, rel=tolerance.loss)
 
 
-@pytest.mark.parametrize("layout", [{}, OPTIMIZER], ids=["plain", "optimizer"])
-def test_what_survivors_saved_is_gone_on_from(jobs: Jobs, layout: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("workers", "layout"),
+    [(WORKERS, {}), (WORKERS, OPTIMIZER), (2 * WORKERS, WHOLE), (2 * WORKERS, WHOLE | OPTIMIZER)],
+    ids=["plain", "optimizer", "whole", "whole, optimizer"],
+)
+def test_what_survivors_saved_is_gone_on_from(jobs: Jobs, workers: int, layout: dict[str, Any]) -> None:
     """They are too few for the user, and save what they have; the job goes on from that under its own degree."""
     layout = SHARED | layout
-    stock = losses_of(forked_stock_steps(jobs, WORKERS, **layout))
-    lost = jobs.run(tiny(**layout, resihp_inject="kill:3@4"), workers=WORKERS, min_workers=WORKERS, script=FUSED)
+    stock = losses_of(forked_stock_steps(jobs, workers, **layout))
+    lost = jobs.run(tiny(**layout, resihp_inject="kill:3@4"), workers=workers, min_workers=workers, script=FUSED)
     assert lost.code == exit_codes.NO_PLAN, lost.tails()
     made = emergency(lost.run_dir)
     assert made.returncode == 0, made.stdout + made.stderr
     found = newest_state(lost.run_dir)
     assert found is not None and found[1] == 3
-    again = jobs.run([*tiny(**layout), *flags(found[0])], workers=WORKERS, script=FUSED)
+    again = jobs.run([*tiny(**layout), *flags(found[0])], workers=workers, script=FUSED)
     assert again.code == 0, again.tails()
     assert again.summary.loss == pytest.approx({n: stock[n] for n in range(4, 10)}, rel=FP32.loss)
+
+
+@pytest.mark.parametrize("layout", [{}, OPTIMIZER], ids=["plain", "optimizer"])
+def test_members_of_one_replica_that_share_experts(jobs: Jobs, layout: dict[str, Any]) -> None:
+    """As two pairs: those of a pair have parts of the same experts, in each replica. A replica is lost, and comes back
+    with the worker."""
+    layout = SHARED | TENSOR | layout | {"tensor_model_parallel_size": 4, "train_iters": 14}
+    stock = forked_stock_steps(jobs, 2 * WORKERS, **layout)
+    arguments = tiny(**layout, resihp_inject="kill:5@3")
+    job = jobs.start(arguments, workers=2 * WORKERS, max_restarts=1, script=WISHING, wishes=["hold-0-7"])
+    job.await_event("worker_waiting", waiting=13)
+    job.wish("go_on")
+    assert job.wait(LARGE_JOB_S).code == 0, job.tails()
+    check_like_stock(job, stock)
+    check_samples(job)
+    assert degrees(job) == [(1, 2), (1, 1), (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("workers", "layout"),
+    [
+        (4, {"tensor_model_parallel_size": 2}),
+        (
+            8,
+            {
+                "context_parallel_size": 2, "expert_tensor_parallel_size": 2, "pipeline_model_parallel_size": 2,
+                "use_tp_pp_dp_mapping": True,
+            },
+        ),
+    ],
+    ids=["smaller", "larger, shared sequences"],
+)  # fmt: skip
+def test_without_experts_their_tensor_parallel_size_does_nothing(
+    jobs: Jobs, workers: int, layout: dict[str, Any]
+) -> None:
+    layout = {"train_iters": 9, "global_batch_size": 8, "expert_tensor_parallel_size": 1} | layout
+    stock = forked_stock_steps(jobs, workers, **layout)
+    job = jobs.run(tiny(**layout, resihp_inject="kill:1@3"), workers=workers)
+    check_like_stock(job, stock)
+    check_samples(job)
+    assert len(job.events("epoch_started")) == 2, job.tails()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_resihp.planner import JobShape, initial_plan
-from megatron_resihp.planner.spreading import fatal_nodes, holders_of_experts
+from megatron_resihp.planner.spreading import fatal_nodes, last_holders
 
 SPREAD = "--resihp-spread-replicas"
 OPTIMIZER = "--use-distributed-optimizer"
@@ -59,7 +59,8 @@ def _fatal(shape: JobShape, workers: int, pipeline_last: bool, apart: bool) -> t
     plan = initial_plan(shape, workers, pipeline_last)
     nodes = fatal_nodes(plan, shape.node_of, shape.distributed_optimizer) - (set() if apart else {0})
     # One of several holders of a shard has a copy elsewhere of its own part of the optimizer's state.
-    holders = [those for coordinate in plan.grid.coordinates() for those in holders_of_experts(plan, coordinate)]
+    shared = shape.distributed_optimizer
+    holders = [those for each in plan.grid.coordinates() for those in last_holders(plan, each, shared)]
     return tuple(sorted(nodes)), tuple(sorted(those[0] for those in holders if len(those) == 1))
 
 

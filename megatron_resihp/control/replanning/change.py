@@ -141,10 +141,9 @@ def check_memory(after: ParallelPlan, before: ParallelPlan, own: tuple[Chunk, ..
     if job.arguments is None or not job.device_memory:
         return
     try:
-        model, training = model_from_arguments(job.arguments), training_from_arguments(job.arguments)
+        model, training = model_from_arguments(job.arguments), training_from_arguments(job.arguments).as_plans_say()
     except (ModelError, TrainingError):
         return
-    training = replace(training, expert_parallel=1)  # plans say how many replicas share experts
     # These take a while to import.
     from megatron_resihp.cost import memory, room
 

@@ -87,6 +87,4 @@ def _check_memory(plan: ParallelPlan, survivors: Survivors) -> None:
         cost = cost_of_job(known, survivors.slots, survivors.shape.workers_per_node, survivors.own, None)
     except UnknownCost as error:
         raise NoPlanError(str(error)) from None
-    # Plans say how many replicas share experts.
-    training = replace(cost.training, expert_parallel=1)
-    check_plan(spelled_out(plan, survivors.own), cost.model, training, cost.device.memory)
+    check_plan(spelled_out(plan, survivors.own), cost.model, cost.training.as_plans_say(), cost.device.memory)

@@ -10,13 +10,19 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any, NamedTuple
 
 from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Shard
 from megatron_resihp.plan.copies import lost_parts
-from megatron_resihp.plan.replica import shards_at
-from megatron_resihp.plan.slices import NO_EXPERT, cuts_of, cuts_of_shard, shares_of, shares_of_shard
+from megatron_resihp.plan.slices import (
+    NO_EXPERT,
+    cuts_of,
+    cuts_of_shard,
+    expert_cuts_of_shard,
+    shares_of,
+    shares_of_shard,
+)
 from megatron_resihp.plan.spelling import coordinate_at
 from megatron_resihp.planner import JobShape, NoPlanError, plan_uniform
 from megatron_resihp.planner.uniform import context_degrees, expert_degrees
@@ -70,11 +76,13 @@ class Survivors:
 def shape_of(job: JobDescription, workers_per_node: int) -> JobShape:
     """The sizes of a job, as its workers have told them."""
     members = job.tensor_parallel if job.sequence_parallel else 1
+    groups = job.tensor_parallel // (job.expert_members or job.tensor_parallel)
     return JobShape(
         job.tensor_parallel, job.pipeline_parallel, job.micro_batches, workers_per_node, job.micro_batch_group,
         job.distributed_optimizer, job.spread_replicas,
         context_degrees(job.context_parallel, job.seq_length, members),
-        expert_degrees(job.expert_parallel, job.experts) if job.expert_parallel > 1 else (1,),
+        expert_degrees(job.expert_parallel, job.experts // groups) if job.expert_parallel > 1 else (1,),
+        job.expert_members,
     )  # fmt: skip
 
 
@@ -121,7 +129,9 @@ def each_writes_all(writers: Held, held: Held) -> bool:
     return all(_cells(written, shares) == _cells(held[worker], shares) for worker, written in writers.items())
 
 
-def plan_for_survivors(shape: JobShape, own: Sequence[Chunk], held: Held, previous: ParallelPlan) -> ParallelPlan:
+def plan_for_survivors(
+    shape: JobShape, own: Sequence[Chunk], held: Held, previous: ParallelPlan, in_parts: bool = False
+) -> ParallelPlan:
     """Complete replicas of the job's own layout, out of survivors that hold its state in any layout.
 
     Where no worker holds a shard of that layout as it is, but survivors hold its parts between them, one is taken
@@ -131,12 +141,13 @@ def plan_for_survivors(shape: JobShape, own: Sequence[Chunk], held: Held, previo
         shape, own: the job's sizes and its own split into layers.
         held: of all survivors.
         previous: the plan that they come from.
+        in_parts: the state is in the parts of a distributed optimizer and their copies, and all of them are there.
 
     Raises:
         NoPlanError: too few survivors for one replica, or state that no worker holds.
     """
     if shape.shares_experts:
-        return _of_sharers(shape, own, held, previous)
+        return _of_sharers(shape, own, held, previous, in_parts)
     exact = {worker: coordinate_at(own, shards, shape.tensor_parallel) for worker, shards in held.items()}
     taken = _stand_ins(shape, own, held, exact)
     try:
@@ -149,19 +160,22 @@ def plan_for_survivors(shape: JobShape, own: Sequence[Chunk], held: Held, previo
     return replace(plan, standbys=standbys)
 
 
-def _of_sharers(shape: JobShape, own: Sequence[Chunk], held: Held, previous: ParallelPlan) -> ParallelPlan:
+def _of_sharers(
+    shape: JobShape, own: Sequence[Chunk], held: Held, previous: ParallelPlan, in_parts: bool
+) -> ParallelPlan:
     """The same of survivors that hold shares of experts and all the rest of a shard. What is a share of the experts
     only is of no use to a standby."""
     dense = {worker: tuple(each._replace(expert_rank=0, expert_degree=1) for each in held[worker]) for worker in held}
     exact = {each: coordinate_at(own, dense[each], shape.tensor_parallel) for each in held}
     plan = plan_uniform(shape, exact, previous)
-    lost = lacking(held, own[-1].end)
+    # Parameters are what masters give when rounded, so parts have experts that no survivor has.
+    lost = () if in_parts else lacking(held, own[-1].end)
     if lost:
         first = lost[0]
         which = f"share {first.expert_rank} of {first.expert_degree} of the experts of layer {first.first}"
         grain = _grain((*held.values(), lost))
-        gone, degree = _cells(lost, grain), shape.tensor_parallel
-        missing = [each for each in shape.coordinates() if gone & _cells(shards_at(own, each, degree), grain)]
+        gone = _cells(lost, grain)
+        missing = [each for each in shape.coordinates() if gone & _cells(shape.shards_at(own, each), grain)]
         raise NoPlanError(f"{which} is held by no survivor", tuple(missing))
     whole = plan.expert_parallel == 1
     kept = {each: coordinate_at(own, held[each], shape.tensor_parallel) if whole else None for each in plan.standbys}
@@ -178,7 +192,7 @@ def _stand_ins(
     everything = _union(held, shares)
     taken: dict[int, Coordinate] = {}
     for coordinate in shape.coordinates():
-        wanted = _cells(shards_at(own, coordinate, shape.tensor_parallel), shares)
+        wanted = _cells(shape.shards_at(own, coordinate), shares)
         if coordinate in exact.values() or not wanted <= everything:
             continue
         holds = {**exact, **taken}
@@ -200,13 +214,14 @@ def _grain(held: Iterable[Sequence[Shard]]) -> Grain:
 
 
 def _cells(shards: Iterable[Shard], grain: Grain) -> set[Cell]:
-    return {
-        (layer, share, experts)
-        for shard in shards
-        for layer in range(shard.first, shard.end)
-        for share in cuts_of_shard(shard, grain.members)
-        for experts in (NO_EXPERT, *(shares_of_shard(shard, grain.experts) if grain.experts > 1 else ()))
-    }
+    found: set[Cell] = set()
+    for shard in shards:
+        layers = range(shard.first, shard.end)
+        found |= set(product(layers, cuts_of_shard(shard, grain.members), (NO_EXPERT,)))
+        if grain.experts > 1:
+            own = shares_of_shard(shard, grain.experts)
+            found |= set(product(layers, expert_cuts_of_shard(shard, grain.members), own))
+    return found
 
 
 def _union(held: Held, grain: Grain) -> set[Cell]:

@@ -73,8 +73,12 @@ class _Uniform(PlanMode):
         sharing = plan.expert_parallel
         if sharing > job.expert_parallel:
             raise PlanError(f"experts can be shared by {job.expert_parallel} replicas at most, not {sharing}")
-        if job.experts % sharing:
+        groups = job.tensor_parallel // (job.expert_members or job.tensor_parallel)
+        if job.experts % (sharing * groups):
             raise PlanError(f"{sharing} replicas can't share the {job.experts} experts of a layer evenly")
+        if plan.expert_members != job.expert_members:
+            said = f"expert_members is {job.expert_members} in this job, not {plan.expert_members}"
+            raise PlanError(f"{said}: how members of a stage share experts stays the same")
 
     def standbys(self, held: Holders, own: tuple[Chunk, ...], degree: int) -> dict[int, Kept]:
         return {worker: coordinate_at(own, shards, degree) for worker, shards in held.items()}
@@ -93,7 +97,7 @@ class _Heterogeneous(PlanMode):
         """Where members of a stage share the tokens between layers, Megatron wants as many for each of them."""
         if job.context_parallel > 1:
             raise PlanError(f"a job with context parallelism runs uniform plans only: {plan.not_uniform}")
-        if job.expert_parallel > 1:
+        if job.expert_parallel > 1 or job.expert_members:
             raise PlanError(f"a job with expert parallelism runs uniform plans only: {plan.not_uniform}")
         if plan.expert_parallel > 1:
             raise PlanError("the job has no --expert-model-parallel-size, so its replicas can't share experts")

@@ -89,7 +89,8 @@ def _uniform(survivors: Survivors, shape: JobShape) -> ParallelPlan:
     held = {slot: survivors.held[worker] for slot, worker in names.items()}
     # A worker that died and came back with another id has its old slot here, too.
     previous = renamed(survivors.previous, lambda worker: slot_of(worker, survivors.slots))
-    plan = plan_for_survivors(shape, survivors.own, held, previous)
+    in_parts = shape.distributed_optimizer and survivors.running is not None
+    plan = plan_for_survivors(shape, survivors.own, held, previous, in_parts)
     return renamed(plan, names.__getitem__)
 
 

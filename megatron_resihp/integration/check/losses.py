@@ -117,8 +117,7 @@ def outlook(job: JobDescription, size: JobSize, arguments: Mapping[str, Any], fe
     try:
         known = KnownJob.of(job, dict(arguments))
         cost = cost_of_job(known, size.slots, size.workers_per_node, job.chunks, None)
-        # Plans say how many replicas share experts.
-        first, after, changing = _memory(full, following, cost.model, replace(cost.training, expert_parallel=1))
+        first, after, changing = _memory(full, following, cost.model, cost.training.as_plans_say())
         sent = _sent(job, shape, size, cost.model, cost.training, fewest) if size.nodes > 1 else None
     except (UnknownCost, PlanError) as error:
         return Outlook(said, without, unknown=str(error))

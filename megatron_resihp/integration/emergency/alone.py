@@ -15,8 +15,10 @@ from megatron.core.transformer import transformer_block
 
 from megatron_resihp.integration.world.heterogeneous_groups import MegatronGroups, StageGroup
 from megatron_resihp.plan import Shard
+from megatron_resihp.plan.replica import experts_of
 
 EXPERTS: Final = "_EXPERT_MODEL_PARALLEL_GROUP"
+MEMBERS: Final = "_EXPERT_TENSOR_PARALLEL_GROUP"
 
 
 @contextmanager
@@ -37,7 +39,9 @@ def as_holder_of(shard: Shard, groups: MegatronGroups, alone: Any) -> Iterator[N
     layers before: that of the plan in force, which need not be the one in which the chunk was built.
     """
     kept = groups.stand_in(StageGroup(shard.tp_rank, shard.tp_degree), alone)
-    setattr(parallel_state, EXPERTS, StageGroup(shard.expert_rank, shard.expert_degree))
+    experts = experts_of(shard)
+    setattr(parallel_state, EXPERTS, StageGroup(experts.rank, experts.degree))
+    setattr(parallel_state, MEMBERS, StageGroup(experts.cut, experts.cuts))
     offset_of = transformer_block.get_transformer_layer_offset
     transformer_block.get_transformer_layer_offset = lambda *_, **__: max(shard.first, 1) - 1
     try:

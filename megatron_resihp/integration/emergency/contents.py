@@ -19,6 +19,7 @@ from megatron_resihp.coding import FILE, WrongValueError, decode
 from megatron_resihp.control.replanning.inventory import lacking
 from megatron_resihp.control.worker.saved_state import files_of_parameters
 from megatron_resihp.plan import Shard
+from megatron_resihp.plan.replica import experts_of
 
 Sizes = tuple[int, ...]
 Range = tuple[int, int]
@@ -165,10 +166,12 @@ def gaps_in(files: Sequence[Contents]) -> tuple[str, ...]:
 
 def words_of(shard: Shard) -> str:
     """A shard for people."""
-    first, end, rank, degree, share, shares = shard
+    first, end, rank, degree, *_ = shard
+    experts = experts_of(shard)
     layers = f"layer {first}" if end == first + 1 else f"layers {first}–{end - 1}"
     members = "" if degree == 1 else f" TP rank {rank} of {degree}"
-    return layers + members + ("" if shares == 1 else f", share {share} of {shares} of the experts")
+    shared = f", share {experts.rank} of {experts.degree} of the experts"
+    return layers + members + (shared if experts.degree > 1 else "")
 
 
 def _gaps_in_parameters(files: Iterable[Contents]) -> Iterator[str]:

@@ -13,7 +13,7 @@ def has_files_by_stage(job: Job) -> bool:
     In that format its distributed optimizer has buffers whose order and padding depend on the job. Where replicas share
     experts, each of them has a file of its own there, also where a plan gives all experts to each.
     """
-    return not job.shares_optimizer and job.own.expert_parallel == 1
+    return not job.shares_optimizer and not job.own.shares_experts
 
 
 def whole_metadata(job: Job) -> dict[str, Any]:

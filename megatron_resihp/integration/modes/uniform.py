@@ -35,6 +35,7 @@ from megatron_resihp.integration.patches.checkpoints import distributed_format
 from megatron_resihp.integration.patches.experts.sharing import steps_experts
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.digests import shard_digest
+from megatron_resihp.integration.state.reshardable import RESHARDABLE, TYPE
 from megatron_resihp.integration.state.slice_state import zeros_in
 from megatron_resihp.integration.step.buddies import broadcast_gradients, join_buddies
 from megatron_resihp.integration.step.loss_scale import Averaging, scaled_losses
@@ -48,7 +49,7 @@ from megatron_resihp.protocol.published import EpochPlan
 from megatron_resihp.protocol.records import Outcome
 
 INSTANCES, CONTEXT = "num_distributed_optimizer_instances", "context_parallel_size"
-EXPERTS = "expert_model_parallel_size"
+EXPERTS, MEMBERS = "expert_model_parallel_size", "expert_tensor_parallel_size"
 
 
 class UniformMode(Mode):
@@ -86,18 +87,29 @@ class UniformMode(Mode):
     def wanted_groups(self) -> list[WorldGroup]:
         order, args = self.view.rank_order, self._runtime.job.args
         rank, build = order.index(self.view.worker), self._runtime.setup.build_groups
-        wanted = groups_wanted(rank, len(order), build.args, build.keywords | self._sizes)
+        wanted = groups_wanted(rank, len(order), build.args, build.keywords | self._degrees)
         return of_gloo([(world_group(args, len(order)), None), *wanted], args.distributed_backend)
 
     @property
     def _sizes(self) -> dict[str, Any]:
         """What Megatron is told of this plan that may be otherwise in the job's own layout."""
         plan = self.view.plan
-        return {INSTANCES: self.instances, CONTEXT: plan.context_parallel, EXPERTS: plan.expert_parallel}
+        experts = plan.expert_parallel * self._runtime.job.own.expert_groups
+        return {INSTANCES: self.instances, CONTEXT: plan.context_parallel, EXPERTS: experts}
+
+    @property
+    def _degrees(self) -> dict[str, Any]:
+        """What groups are made by. Without experts, those of experts are made too, and do nothing. Where replicas are
+        counted last, Megatron wants as many ranks of each in a row there as share sequences and layers."""
+        plan, args = self.view.plan, self._runtime.job.args
+        if args.num_experts:
+            return self._sizes
+        sharers = plan.context_parallel if args.use_tp_pp_dp_mapping else 1
+        return self._sizes | {MEMBERS: plan.grid.tensor_parallel * sharers}
 
     def build_groups(self) -> None:
         self._runtime.setup.sizes.restore(self._sizes)
-        self._runtime.setup.build_groups(**self._sizes)
+        self._runtime.setup.build_groups(**self._degrees)
         start_streams(self._runtime.job.args, self._runtime.epoch)
 
     @property
@@ -203,7 +215,9 @@ class UniformState(ModeState):
     def __init__(self, runtime: Runtime, view: UniformView) -> None:
         self._runtime, self._view = runtime, view
         self._has_own_experts = view.plan.expert_parallel == runtime.job.own.expert_parallel
-        self.checkpoint_metadata = {}
+        # Megatron's default format has the optimizer's buffers, which hold other experts under other degrees.
+        resharded = runtime.job.shares_optimizer and not self._has_own_experts
+        self.checkpoint_metadata = {TYPE: RESHARDABLE} if resharded else {}
 
     def build_model(self, call: partial[Any]) -> Any:
         return call()

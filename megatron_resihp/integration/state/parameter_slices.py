@@ -14,7 +14,8 @@ from typing import Any, Final
 import torch
 
 from megatron_resihp.plan import Shard
-from megatron_resihp.plan.slices import NO_EXPERT, TIED, WHOLE, Slice, cuts_of_shard
+from megatron_resihp.plan.replica import experts_of
+from megatron_resihp.plan.slices import NO_EXPERT, TIED, WHOLE, Slice, cuts_of_shard, expert_cuts_of_shard
 
 LAYERS = "decoder.layers."
 EMBEDDING = "embedding."
@@ -84,10 +85,11 @@ def pieces_of(
             layer, inner = place_of(name, shard, tied_head, module, parameters)
             share, inner = expert_of(inner, shard, module.config, shares) if shares > 1 else (NO_EXPERT, inner)
             offsets = name.endswith(OFFSETS)
+            cuts_of = expert_cuts_of_shard if EXPERT.search(name) else cuts_of_shard
             if not (offsets or getattr(parameter, "tensor_model_parallel", False)):
                 yield Piece(Slice(layer, WHOLE, share), inner, parameter, chunk)
                 continue
-            numbers = cuts_of_shard(shard, cuts)
+            numbers = cuts_of(shard, cuts)
             dim, stride = (0, 1) if offsets else (parameter.partition_dim, parameter.partition_stride)
             if GROUPED_EXPERTS.search(name) and module.config.gated_linear_unit:
                 stride = 2
@@ -109,8 +111,8 @@ def expert_of(inner: str, shard: Shard, config: Any, shares: int) -> tuple[int, 
     found = EXPERT.search(inner)
     if found is None:
         return NO_EXPERT, inner
-    own = config.num_moe_experts // shard.expert_degree
-    number = shard.expert_rank * own + int(found[2] or found[3])
+    part = experts_of(shard)
+    number = part.rank * (config.num_moe_experts // part.degree) + int(found[2] or found[3])
     before, after = inner[: found.end(1)], inner[found.end() :]
     return number * shares // config.num_moe_experts, f"{before}{number}{after}"
 

@@ -86,7 +86,7 @@ def expected_bytes(arguments: Mapping[str, Any], plan: ParallelPlan, worker: int
     from megatron_resihp.cost.memory import memory_of
 
     try:
-        model, training = model_from_arguments(arguments), training_from_arguments(arguments)
+        model, training = model_from_arguments(arguments), training_from_arguments(arguments).as_plans_say()
         return memory_of(plan, model, training)[worker].state
     except (ModelError, TrainingError, PlanError, ValueError):
         return None

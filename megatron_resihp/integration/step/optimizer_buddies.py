@@ -16,6 +16,7 @@ from megatron_resihp.executor.groups.side_group import MakeSideGroup, SideGroup
 from megatron_resihp.executor.transfer import receive_tensors, send_tensors, tell_all
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.expert_biases import share_counts
+from megatron_resihp.integration.state.parameter_slices import EXPERT
 from megatron_resihp.integration.state.shard import group_steps
 from megatron_resihp.integration.step.buddies import keepers_of
 from megatron_resihp.integration.step.loss_scale import ready_gradients
@@ -119,7 +120,8 @@ def move_parts(runtime: Runtime, trained: Trained) -> tuple[int, Kept | None]:
     """
     plan, worker, fresh = runtime.view.plan, runtime.worker, trained is not runtime.held.live
     coordinate = plan.coordinate_of(worker)
-    has = current_part(runtime.held.live, runtime.held.kept)
+    members = runtime.job.own.expert_members
+    has = current_part(runtime.held.live, runtime.held.kept, members)
     owns, buffers = _named_here(runtime, trained)
     fills = [*owns, *buffers] if fresh else []
     told = tell_all(runtime.mode.everybody, worker, {"has": list(has), "owns": list(owns.items()), "fills": fills})
@@ -127,7 +129,8 @@ def move_parts(runtime: Runtime, trained: Trained) -> tuple[int, Kept | None]:
     owned = {each: places_said(said["owns"]) for each, said in told.items()}
     copied = {buddy: owner for each in plan.grid.coordinates() for owner, buddy in copies_at(plan, each)}
     if not any(said["has"] for said in told.values()):  # before the first step owners have what they were built with
-        has, has_all = _full_entries(coordinate, own_part(trained)), {each: list(owned[each]) for each in told}
+        has = _full_entries(coordinate, own_part(trained), members)
+        has_all = {each: list(owned[each]) for each in told}
     wanted = {
         each: [*(Range(*where) for where in told[each]["fills"]), *(owned[copied[each]] if each in copied else ())]
         for each in told
@@ -148,11 +151,13 @@ def move_parts(runtime: Runtime, trained: Trained) -> tuple[int, Kept | None]:
     if worker in copied:
         part = {
             _bare(where): Entry(place, collected.tensors[where])
-            for where, place in sorted(owned[copied[worker]].items())
+            # As the owner orders them, and so its gradient.
+            for where, place in sorted(owned[copied[worker]].items(), key=lambda each: _bare(each[0]))
         }
         copy = PartCopy(copied[worker], part, max(collected.steps, default=None))
     kept = Kept(coordinate, runtime.view.works, copy)
-    collected.compare({where: entry.tensors for where, entry in current_part(trained, kept).items()})
+    now = current_part(trained, kept, members)
+    collected.compare({where: entry.tensors for where, entry in now.items()})
     return received, kept
 
 
@@ -161,7 +166,8 @@ def _named_here(runtime: Runtime, trained: Trained) -> tuple[dict[Range, Place],
     coordinate = runtime.view.plan.coordinate_of(runtime.worker)
     if coordinate is None or not runtime.view.works:
         return {}, {}
-    return full_names(coordinate, own_places(trained)), full_names(coordinate, _places(whole_buffers(trained)))
+    members, buffers = runtime.job.own.expert_members, _places(whole_buffers(trained))
+    return full_names(coordinate, own_places(trained), members), full_names(coordinate, buffers, members)
 
 
 def part_digests(runtime: Runtime, trained: Trained, kept: Kept | None) -> dict[str, str]:
@@ -274,13 +280,13 @@ def _piece(ranges: Sequence[Range], tensors: Mapping[Range, Tensors], piece: Ran
     return {name: tensor[start:end] if tensor.dim() else tensor for name, tensor in tensors[where].items()}
 
 
-def current_part(trained: Trained, kept: Kept | None) -> Part:
-    """What of the state this worker has, by ranges' full names."""
+def current_part(trained: Trained, kept: Kept | None, members: int) -> Part:
+    """What of the state this worker has, by ranges' full names. `members`: as of `full_names`."""
     if kept is None:
         return {}
     own = own_part(trained) if kept.owns else {}
     copied = kept.copy.part if kept.copy is not None else {}
-    return _full_entries(kept.coordinate, {**own, **copied, **whole_buffers(trained)})
+    return _full_entries(kept.coordinate, {**own, **copied, **whole_buffers(trained)}, members)
 
 
 def steps_of(runtime: Runtime) -> list[int]:
@@ -291,16 +297,23 @@ def steps_of(runtime: Runtime) -> list[int]:
     return [count for count in counts if count is not None]
 
 
-def full_names(coordinate: Coordinate, places: Mapping[Range, Place]) -> dict[Range, Place]:
-    """Ranges named across shards."""
-    return {Range(f"{coordinate.stage}/{coordinate.tp_rank}|{where.name}", where.start, where.end): place
+def full_names(coordinate: Coordinate, places: Mapping[Range, Place], members: int) -> dict[Range, Place]:
+    """Ranges named across shards. `members`: of a stage with a cut each of the same experts, as of `ParallelPlan`; an
+    expert is with other members of a stage under other plans."""
+    stage, tp_rank = coordinate
+    cut = tp_rank % members if members else tp_rank
+
+    def prefix(name: str) -> str:
+        return f"{stage}/{cut if EXPERT.search(name) else tp_rank}"
+
+    return {Range(f"{prefix(where.name)}|{where.name}", where.start, where.end): place
             for where, place in places.items()}  # fmt: skip
 
 
-def _full_entries(coordinate: Coordinate | None, part: Part) -> Part:
+def _full_entries(coordinate: Coordinate | None, part: Part, members: int) -> Part:
     if coordinate is None:
         return {}
-    names = full_names(coordinate, _places(part))
+    names = full_names(coordinate, _places(part), members)
     return dict(zip(names, part.values(), strict=True))
 
 

@@ -56,12 +56,14 @@ def put_together(runtime: Runtime) -> tuple[int, WholeState]:
         RuntimeError: a part and its copy are both gone.
     """
     kept, worker = runtime.held.kept, runtime.worker
-    has = current_part(runtime.held.live, kept)
+    members = runtime.job.own.expert_members
+    has = current_part(runtime.held.live, kept, members)
     parameters: dict[Range, torch.nn.Parameter] = {}
     if kept is not None:
         named = named_parameters(runtime.held.live)
         bare = {Range(name, 0, parameter.numel()): parameter for name, parameter in named.items()}
-        parameters = dict(zip(full_names(kept.coordinate, dict.fromkeys(bare, (0, 0))), bare.values(), strict=True))
+        names = full_names(kept.coordinate, dict.fromkeys(bare, (0, 0)), members)
+        parameters = dict(zip(names, bare.values(), strict=True))
     told = tell_all(runtime.mode.everybody, worker, {"has": list(has), "needs": list(parameters)})
     holdings, wanted = ({each: [Range(*where) for where in said[what]] for each, said in told.items()}
                         for what in ("has", "needs"))  # fmt: skip

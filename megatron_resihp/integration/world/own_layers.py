@@ -53,6 +53,7 @@ class OwnLayout:
         micro_batch_group: micro-batches that go through one chunk of an interleaved pipeline before its stages turn to
             the next chunk; None: it isn't interleaved.
         expert_parallel: how many replicas share each layer's experts.
+        expert_members: how many members of a stage have a cut each of the same experts; 0: all have.
     """
 
     chunks: tuple[Chunk, ...]
@@ -62,6 +63,7 @@ class OwnLayout:
     tied_head: int | None
     micro_batch_group: int | None = None
     expert_parallel: int = 1
+    expert_members: int = 0
 
     @property
     def stages(self) -> int:
@@ -70,7 +72,17 @@ class OwnLayout:
 
     def shards_of(self, coordinate: Coordinate) -> tuple[Shard, ...]:
         """What the holder of a coordinate holds."""
-        return shards_at(self.chunks, coordinate, self.tensor_parallel)
+        return shards_at(self.chunks, coordinate, self.tensor_parallel, (0, 1, self.expert_members))
+
+    @property
+    def expert_groups(self) -> int:
+        """How many groups of a stage's members have experts of their own."""
+        return self.tensor_parallel // (self.expert_members or self.tensor_parallel)
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether any workers have other experts of a layer than others."""
+        return self.expert_parallel * self.expert_groups > 1
 
     def coordinates_in(self, shards: Collection[Shard]) -> tuple[Coordinate, ...]:
         """The coordinates all of whose shards are among these."""
@@ -88,7 +100,19 @@ def own_layout(args: Any) -> OwnLayout:
     has_embeddings = bool(args.mtp_num_layers) or not args.untie_embeddings_and_output_weights
     tied_head = chunks[-1].end - 1 if has_embeddings else None
     group = args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
+    replicas, members = sharers_of_experts(args)
     return OwnLayout(
         chunks, args.tensor_model_parallel_size, args.data_parallel_size, args.sequence_parallel, tied_head,
-        group if interleaves(chunks) else None, args.expert_model_parallel_size,
+        group if interleaves(chunks) else None, replicas, members,
     )  # fmt: skip
+
+
+def sharers_of_experts(args: Any) -> tuple[int, int]:
+    """How many replicas share each layer's experts, and how many members of a stage the same of them; 0: all do.
+
+    Megatron counts those that share experts from the first member of a stage on: what one replica hasn't the next has.
+    """
+    members, degree = args.expert_tensor_parallel_size, args.tensor_model_parallel_size
+    if not args.num_experts or members in (None, degree):
+        return args.expert_model_parallel_size, 0
+    return args.expert_model_parallel_size * members // degree, members

@@ -29,6 +29,7 @@ from megatron_resihp.plan import (
     spelled_out,
 )
 from megatron_resihp.plan.replica import Kept
+from megatron_resihp.plan.spelling import coordinate_at
 
 COUNTS = st.lists(st.integers(min_value=0, max_value=9), min_size=1, max_size=6)
 DEGREE = st.integers(min_value=1, max_value=4)
@@ -297,12 +298,26 @@ class TestSharedExperts:
         assert full.shards_of(1) == (Shard(2, 4, 0, 1, 0, 2),) and full.shards_of(3) == (Shard(2, 4, 0, 1, 1, 2),)
         assert full.shards_of(4) == ()
 
+    def test_members_of_a_stage_may_have_other_experts_each(self) -> None:
+        replicas = tuple(Replica(((2 * number, 2 * number + 1),), (number,)) for number in range(2))
+        plan = ParallelPlan(replicas, {4: Coordinate(0, 1)}, expert_members=1)
+        again = ParallelPlan.from_dict(json.loads(json.dumps(plan.to_dict())))
+        assert again == plan == pickle.loads(pickle.dumps(plan))
+        assert plan.digest != replace(plan, expert_members=0).digest
+        full = spelled_out(plan, even_chunks(2, 1))
+        assert full.shards_of(1) == full.shards_of(3) == full.shards_of(4) == (Shard(0, 4, 1, 2, 0, 1, 1),)
+        assert coordinate_at(even_chunks(2, 1), full.shards_of(3), 2) == Coordinate(0, 1)
+        shared = ParallelPlan(replicas, {}, expert_parallel=2, expert_members=1)
+        assert spelled_out(shared, even_chunks(2, 1)).shards_of(3) == (Shard(0, 4, 1, 2, 1, 2, 1),)
+
     @pytest.mark.parametrize(
         ("replicas", "standbys", "degrees", "reason"),
         [
             (PAIR, {}, {"expert_parallel": 0}, "an expert-parallel degree is a whole number >= 1, got 0"),
             (PAIR, {}, {"expert_parallel": 3}, "2 replicas can't share experts in groups of 3"),
             (PAIR, {}, {"expert_parallel": 2, "context_parallel": 2}, "share sequences can't share experts, too"),
+            (PAIR, {}, {"expert_members": -1}, "have the same experts is a whole number >= 0, got -1"),
+            (PAIR, {}, {"expert_members": 2}, "1 members of a stage can't share its experts in groups of 2"),
             (PAIR, {4: Coordinate(0, 0)}, {"expert_parallel": 2}, "worker 4 has no work and can't keep a shard"),
             (
                 (PAIR[0], Replica(((2,), (3,)), (1,))), {}, {"expert_parallel": 2},

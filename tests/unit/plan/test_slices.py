@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard, even_counts
 from megatron_resihp.plan.microbatches import deal
+from megatron_resihp.plan.replica import experts_of
 from megatron_resihp.plan.slices import (
     NO_EXPERT,
     TIED,
@@ -143,3 +144,29 @@ class TestSharesOfExperts:
 
     def test_without_shares_experts_are_no_slices_of_their_own(self) -> None:
         assert slices_of([self.WHOLE], 1, None) == {Slice(1, WHOLE), Slice(1, 0)}
+
+
+class TestMembersWithOtherExperts:
+    """Of a stage of two members, each of which has other experts of its replica's share."""
+
+    TWO: ClassVar = [Shard(1, 2, rank, 2, 0, 1, 1) for rank in range(2)]
+    FOUR: ClassVar = [Shard(1, 2, number % 2, 2, number // 2, 2, 1) for number in range(4)]
+
+    def test_experts_are_counted_on_from_one_replica_to_the_next(self) -> None:
+        assert [experts_of(shard) for shard in self.FOUR] == [(number, 4, 0, 1) for number in range(4)]
+        assert shares_of(self.TWO) == 2 and shares_of(self.FOUR) == 4
+
+    def test_each_has_all_of_its_experts_and_its_cut_of_the_rest(self) -> None:
+        held = slices_of([self.TWO[1]], 2, None, 2)
+        assert {piece for piece in held if piece.share == NO_EXPERT} == {Slice(1, WHOLE), Slice(1, 1)}
+        assert {piece for piece in held if piece.share != NO_EXPERT} == {Slice(1, cut, 1) for cut in (WHOLE, 0, 1)}
+
+    def test_an_expert_moves_to_another_member_where_fewer_replicas_share(self) -> None:
+        held = {number: slices_of([shard], 2, None, 4) for number, shard in enumerate(self.FOUR)}
+        moves, missing = plan_moves(held, {rank: slices_of([shard], 2, None, 4) for rank, shard in enumerate(self.TWO)})
+        assert not missing and {(move.source, move.target) for move in moves} == {(1, 0), (2, 1), (3, 1)}
+        assert {piece.share for move in moves for piece in move.slices} == {1, 2, 3}
+
+    def test_pairs_of_four_members_have_cuts_of_the_same_experts(self) -> None:
+        found = [experts_of(Shard(1, 2, rank, 4, 0, 1, 2)) for rank in range(4)]
+        assert found == [(0, 2, 0, 2), (0, 2, 1, 2), (1, 2, 0, 2), (1, 2, 1, 2)]

@@ -32,7 +32,7 @@ PLAN = ParallelPlan((Replica(((0,), (2,)), (0, 1)), Replica(((1,), (3,)), (2, 3)
 JSON = st.none() | st.booleans() | st.integers(-5, 5) | st.text(max_size=3) | st.lists(st.integers(0, 3), max_size=2)
 OF_RULES: Mapping[Any, st.SearchStrategy[Any]] = {
     Shard: st.sampled_from([Shard(0, 3, 4160, 4161), Shard(2, 5, 1, 2)]),
-    HeldShard: st.sampled_from([Shard(0, 3, 0, 1), Shard(2, 5, 1, 2)]),
+    HeldShard: st.sampled_from([Shard(0, 3, 0, 1), Shard(2, 5, 1, 2), Shard(0, 1, 1, 2, 1, 2, 1)]),
     LayerChunk: st.sampled_from([Chunk(0, 0, 3), Chunk(1, 3, 6)]),
     Scalar: st.sampled_from([Scalar("lm loss", 2.5, 4), Scalar("grad-norm", math.inf, 4)]),
     Text: st.sampled_from([Text("seq_length", "32", 0), Text("seed", "1", None)]),

@@ -22,7 +22,6 @@ from megatron_resihp.events.epochs import EpochBroken
 from megatron_resihp.events.event import Event
 from megatron_resihp.events.workers import LinkFailed, WorkerDead
 from megatron_resihp.plan import ParallelPlan
-from megatron_resihp.plan.replica import shards_at
 from megatron_resihp.planner import NoPlanError
 from megatron_resihp.protocol.notices import EpochIsBroken, WorkersGivenUp, WorkersTakenIn
 from megatron_resihp.protocol.published import EpochPlan, Go
@@ -202,8 +201,8 @@ class Epochs:
         try:
             plan, held, told = self._plan_after(held, now)
         except NoPlanError as error:
-            own, degree = state.job.own, shape.tensor_parallel
-            missing = tuple(shard for lost in error.missing for shard in shards_at(own, lost, degree))
+            own = state.job.own
+            missing = tuple(shard for lost in error.missing for shard in shape.shards_at(own, lost))
             if shape.shares_experts:  # these are lost where other holders of the same coordinate live
                 missing = lacking(held, own[-1].end)
             return step + self._ends.save(str(error), missing)

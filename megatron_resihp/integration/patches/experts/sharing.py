@@ -24,7 +24,7 @@ def wrap_moe_layer(runtime: Runtime, original: Callable[..., None]) -> Callable[
     @functools.wraps(original)
     def __init__(self: Any, *positional: Any, **options: Any) -> None:
         original(self, *positional, **options)
-        if runtime.job.own.expert_parallel > 1:
+        if runtime.job.own.shares_experts:
             for parameter in self.experts.parameters():
                 setattr(parameter, REDUCED_WITH_ALL, False)
 

@@ -17,11 +17,6 @@ _CLASHES = (
         lambda values: values["overlap_param_gather_with_optimizer_step"],
         _ALONE,
     ),
-    Clash(
-        "save",
-        lambda values: values["save"] and values["use_distributed_optimizer"],
-        "Megatron goes on otherwise from what is saved beside --use-distributed-optimizer where fewer share them",
-    ),
     Clash("fp8", lambda values: values["fp8"], "the scales of experts' tensors don't move with the experts"),
     Clash("fp4", lambda values: values["fp4"], "the scales of experts' tensors don't move with the experts"),
     Clash("reset_position_ids", lambda values: values["reset_position_ids"], _DOCUMENTS),
@@ -43,8 +38,13 @@ _CLASHES = (
 )
 
 
-def _is_cut_as_layers_are(values: Mapping[str, Any]) -> bool:
-    return bool(values["expert_tensor_parallel_size"] == values["tensor_model_parallel_size"])
+def _shares_whole_stages(values: Mapping[str, Any]) -> bool:
+    """Whether those that share experts are whole stages of one replica or more. Without experts, Megatron makes the
+    groups all the same."""
+    if not values["num_experts"]:
+        return bool(values["num_distributed_optimizer_instances"] == 1)
+    members, degree = values["expert_tensor_parallel_size"], values["tensor_model_parallel_size"]
+    return bool(degree % members == 0 and members * values["expert_model_parallel_size"] % degree == 0)
 
 
 ROWS: Rows = joined(
@@ -54,11 +54,13 @@ ROWS: Rows = joined(
         condition=NotBeside(_CLASHES, lambda values: values["expert_model_parallel_size"] > 1),
     ),
     tested(
-        "integration/test_expert_parallelism.py::test_a_death_and_the_return_of_the_worker",
+        "integration/test_expert_parallelism.py::test_without_experts_their_tensor_parallel_size_does_nothing",
         "expert_tensor_parallel_size",
         condition=Together(
-            _is_cut_as_layers_are,
-            "leave it out, so that experts are cut as other layers are: plans don't cut them otherwise",
+            _shares_whole_stages,
+            "with experts, let it divide --tensor-model-parallel-size, and that divide its product with "
+            "--expert-model-parallel-size: plans count those that share experts by replicas; without experts it does "
+            "nothing, and is not tested beside --num-distributed-optimizer-instances",
         ),
     ),
 )

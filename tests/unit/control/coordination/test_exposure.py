@@ -73,3 +73,11 @@ def test_losses_that_leave_too_few_workers() -> None:
     assert said(16, 4, 2, 2, fewest=16, pipeline_last=False)[1] == f"losing any worker {few} 16"
     assert said(16, 4, 2, 2, fewest=9, pipeline_last=False)[1] == f"losing any node {few} 9"
     assert "--min-workers" not in said(16, 4, 2, 2, fewest=8)[1]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_experts_that_one_worker_has_are_in_copies_of_a_shared_optimizer(shared: bool) -> None:
+    """Four replicas, with a quarter of the experts each."""
+    shape = JobShape(1, 1, 96, 1, distributed_optimizer=shared, expert_degrees=(4, 2, 1))
+    found = exposure(shape, 4, True, 1)
+    assert found.workers == (() if shared else (0, 1, 2, 3)) and found.nodes == (() if shared else (1, 2, 3))

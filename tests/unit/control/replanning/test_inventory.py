@@ -149,6 +149,28 @@ class TestSharedExperts:
             plan_for_survivors(self.SHAPE, self.OWN, held, initial_plan(self.SHAPE, 8))
         assert caught.value.missing == (Coordinate(0, 0),), "no smaller plan is looked for"
 
+    def test_lost_experts_are_in_copies_of_parts(self) -> None:
+        held = self.held(0, 2, 4, 5, 6, 7)
+        plan = plan_for_survivors(self.SHAPE, self.OWN, held, initial_plan(self.SHAPE, 8), in_parts=True)
+        assert (plan.expert_parallel, len(plan.replicas)) == (1, 3)
+
+    def test_experts_that_members_of_a_stage_have_each_are_lost_with_one_member(self) -> None:
+        shape = JobShape(2, 1, micro_batches=8, expert_degrees=(2, 1), expert_members=1)
+        own, full = even_chunks(4, 1), spelled_out(initial_plan(shape, 8), even_chunks(4, 1))
+        held = {worker: full.shards_of(worker) for worker in range(8)}
+        plan = plan_for_survivors(shape, own, {each: held[each] for each in range(1, 8)}, initial_plan(shape, 8))
+        assert (plan.expert_parallel, plan.expert_members, len(plan.replicas)) == (1, 1, 3)
+        left = {worker: shards for worker, shards in held.items() if worker not in (3, 7)}
+        assert lacking(left, 6) == (Shard(0, 6, 0, 1, 3, 4),)
+        with pytest.raises(NoPlanError, match="share 3 of 4 of the experts of layer 0 is held by no survivor"):
+            plan_for_survivors(shape, own, left, initial_plan(shape, 8))
+
+    def test_what_is_held_under_plans_that_share_otherwise_counts_together(self) -> None:
+        """The first worker has none of the second half of the experts, of which the last two have a quarter each."""
+        held = {0: (Shard(0, 2, 0, 2, 0, 1, 1),), 2: (Shard(0, 2, 0, 2, 1, 2, 1),), 3: (Shard(0, 2, 1, 2, 1, 2, 1),)}
+        assert lacking(held, 2) == ()
+        assert lacking({each: held[each] for each in (0, 3)}, 2) == (Shard(0, 2, 0, 1, 2, 4),)
+
     def test_each_writes_all_that_it_holds(self) -> None:
         assert written_once(held := self.held(0, 1, 4, 5)) == held
 

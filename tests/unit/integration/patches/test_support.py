@@ -103,7 +103,6 @@ def test_a_common_command_line_is_taken(check: Check) -> None:
         "--optimizer lion", "--rerun-mode report_stats", "--ckpt-format fsdp_dtensor",
         "--mla-down-proj-fusion", "--fp8-param-gather", "--fp8-recipe custom", "--fp4-format e2m1", "--fp8-output-proj",
         "--moe-router-load-balancing-type global_aux_loss", "--moe-token-dispatcher-type flex",
-        "--expert-tensor-parallel-size 1",
         "--hierarchical-context-parallel-sizes 2 2", "--log-straggler", "--log-max-attention-logit",
     ],
 )  # fmt: skip
@@ -406,6 +405,8 @@ IN_FP32 = [word for word in " ".join(COMMON).replace("--save out ", "").split() 
         "--moe-token-dispatcher-type allgather", "--pipeline-model-parallel-size 2",
         "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 2",
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", "--save out",
+        "--save out --use-distributed-optimizer",
+        "--expert-tensor-parallel-size 1 --tensor-model-parallel-size 2 --sequence-parallel",
     ],
 )  # fmt: skip
 def test_experts_may_be_shared(check: Check, command: str) -> None:
@@ -415,9 +416,9 @@ def test_experts_may_be_shared(check: Check, command: str) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        "--num-distributed-optimizer-instances 2 --use-distributed-optimizer", "--save out --use-distributed-optimizer",
-        "--reset-position-ids",
-        "--expert-tensor-parallel-size 1 --tensor-model-parallel-size 2 --sequence-parallel",
+        "--num-distributed-optimizer-instances 2 --use-distributed-optimizer", "--reset-position-ids",
+        "--expert-tensor-parallel-size 1 --tensor-model-parallel-size 4 --sequence-parallel",
+        "--expert-tensor-parallel-size 2",
         "--resihp-spread-replicas", "--resihp-strategy joint",
     ],
 )  # fmt: skip

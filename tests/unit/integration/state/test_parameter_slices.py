@@ -112,6 +112,21 @@ def test_an_expert_is_the_same_slice_whoever_holds_it() -> None:
     assert halves == of(Shard(1, 2, 0, 1), 4) and len(halves) == 4
 
 
+def test_members_of_a_stage_may_have_whole_experts() -> None:
+    """Two members with one expert each have the same slices of them between them as one that has both."""
+
+    def of(shard: Shard, count: int) -> set[tuple[int, int, str, tuple[float, ...]]]:
+        names = [f"decoder.layers.0.mlp.experts.local_experts.{number}.linear_fc1.weight" for number in range(count)]
+        named = [(name, marked(torch.arange(4.0))) for name in names]
+        config = SimpleNamespace(gated_linear_unit=False, num_moe_experts=2)
+        module = SimpleNamespace(config=config, named_parameters=lambda: named)
+        found = pieces_of([module], [shard], 2, None, 2)
+        return {(*each.slice[1:], each.name, tuple(each.of(each.parameter).flatten().tolist())) for each in found}
+
+    members = [of(Shard(1, 2, rank, 2, 0, 1, 1), 1) for rank in range(2)]
+    assert members[0] | members[1] == of(Shard(1, 2, 0, 1), 2) and not members[0] & members[1]
+
+
 def test_names_last_whichever_share_a_worker_has() -> None:
     """The second of two workers that share four experts."""
     layer = torch.nn.Module()

@@ -22,7 +22,8 @@ def arguments(**changed: Any) -> Namespace:
         "account_for_loss_in_pipeline_split": False, "sequence_parallel": False,
         "untie_embeddings_and_output_weights": False, "data_parallel_size": 1,
         "virtual_pipeline_model_parallel_size": None, "microbatch_group_size_per_vp_stage": None,
-        "mtp_num_layers": None, "expert_model_parallel_size": 1,
+        "mtp_num_layers": None, "expert_model_parallel_size": 1, "expert_tensor_parallel_size": None,
+        "num_experts": None,
     }  # fmt: skip
     return Namespace(**(defaults | changed))
 
@@ -109,3 +110,25 @@ def test_a_head_that_predicts_further_tokens_has_word_embeddings_beside_its_own_
         arguments(untie_embeddings_and_output_weights=True, mtp_num_layers=2, pipeline_model_parallel_layout=layout)
     )
     assert own.tied_head == 9 and own.chunks[-1] == Chunk(3, 7 if layout is None else 8, 10)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "experts", "expert_tensor", "expected"),
+    [
+        (2, 2, 2, (2, 0, 1)), (2, 2, None, (2, 0, 1)), (2, 4, 1, (2, 1, 2)), (4, 2, 2, (1, 2, 2)), (1, 8, 1, (8, 0, 1)),
+    ],
+)  # fmt: skip
+def test_which_replicas_and_members_share_experts(
+    tensor: int, experts: int, expert_tensor: int | None, expected: tuple[int, int, int]
+) -> None:
+    args = arguments(
+        tensor_model_parallel_size=tensor, num_experts=8, expert_model_parallel_size=experts,
+        expert_tensor_parallel_size=expert_tensor,
+    )  # fmt: skip
+    own = own_layout(args)
+    assert (own.expert_parallel, own.expert_members, own.expert_groups) == expected and own.shares_experts
+
+
+def test_without_experts_nothing_is_shared() -> None:
+    own = own_layout(arguments(expert_tensor_parallel_size=4))
+    assert (own.expert_parallel, own.expert_members, own.shares_experts) == (1, 0, False)
