@@ -71,12 +71,34 @@ def sharing_replicas(
     Args:
         tensor, pipeline, context: the recipe's degrees.
     """
-    whole = [
-        tuple(tuple(survivors[start : start + tensor]) for start in range(first, first + tensor * pipeline, tensor))
-        for first in range(0, context * tensor * pipeline, tensor * pipeline)
-    ]
     shared = tuple(range(micro_batches))
+    whole = _whole_replicas(survivors, tensor, pipeline, context)
     return ParallelPlan(tuple(Replica(stages, shared) for stages in whole), context_parallel=context)
+
+
+def replicas_sharing_experts(
+    survivors: Sequence[int], tensor: int, pipeline: int, sharers: int, members: int, micro_batches: int
+) -> ParallelPlan:
+    """As many replicas as share each layer's experts in the job's own layout, and no others, each with as many
+    micro-batches. A job with expert parallelism runs uniform plans only.
+
+    Args:
+        tensor, pipeline: the recipe's degrees.
+        sharers, members: replicas that share experts, and members of a stage with the same ones, 0: all of them.
+    """
+    whole = _whole_replicas(survivors, tensor, pipeline, sharers)
+    replicas = (Replica(stages, tuple(range(n, micro_batches, sharers))) for n, stages in enumerate(whole))
+    return ParallelPlan(tuple(replicas), expert_parallel=sharers, expert_members=members)
+
+
+def _whole_replicas(
+    survivors: Sequence[int], tensor: int, pipeline: int, count: int
+) -> list[tuple[tuple[int, ...], ...]]:
+    """The stages of so many replicas."""
+    return [
+        tuple(tuple(survivors[start : start + tensor]) for start in range(first, first + tensor * pipeline, tensor))
+        for first in range(0, count * tensor * pipeline, tensor * pipeline)
+    ]
 
 
 def _deal(survivors: Sequence[int], wide: int) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:

@@ -19,10 +19,26 @@ from megatron_resihp.cost.training import why_own_degree
 from megatron_resihp.plan import ParallelPlan
 from recipe_runs.compare import Logged, read_logged
 from recipe_runs.filling import write_documents
-from recipe_runs.plans import CHANGE_AT, HOLD_AT, Death, draw_death, sharing_replicas, unlike_replicas
+from recipe_runs.plans import (
+    CHANGE_AT,
+    HOLD_AT,
+    Death,
+    draw_death,
+    replicas_sharing_experts,
+    sharing_replicas,
+    unlike_replicas,
+)
 from recipe_runs.shrinking.devices import DOCUMENTS
 from recipe_runs.shrinking.draft import Draft, read_options
-from recipe_runs.shrinking.grid import CONTEXT, LAYER_COUNT, PIPELINE, TENSOR
+from recipe_runs.shrinking.grid import (
+    CONTEXT,
+    EXPERT,
+    EXPERT_TENSOR,
+    LAYER_COUNT,
+    PIPELINE,
+    TENSOR,
+    sharers_of_experts,
+)
 from recipe_runs.shrinking.schedule import first_batch
 from recipe_runs.shrinking.shrink import Shrunk
 
@@ -108,6 +124,10 @@ def plan_of(shrunk: Shrunk, death: Death) -> ParallelPlan:
     tensor, sequence = draft.number(TENSOR), draft.has("--sequence-parallel")
     if draft.number(CONTEXT) > 1:
         return sharing_replicas(survivors, tensor, draft.number(PIPELINE), draft.number(CONTEXT), micro_batches)
+    if draft.number(EXPERT) > 1:
+        sharers, members = sharers_of_experts(draft), draft.number(EXPERT_TENSOR, tensor)
+        apart = members if members < tensor else 0
+        return replicas_sharing_experts(survivors, tensor, draft.number(PIPELINE), sharers, apart, micro_batches)
     only = tensor if why_own_degree(arguments | {"sequence_parallel": sequence}) else None
     return unlike_replicas(survivors, tensor, draft.number(LAYER_COUNT) + 2, micro_batches, only)
 

@@ -33,28 +33,46 @@ def shrink_grid(draft: Draft) -> None:
 
 def _shrink_degrees(draft: Draft) -> None:
     degrees = {flag: draft.number(flag) for flag in (PIPELINE, TENSOR, CONTEXT)}
-    keep_pipeline = draft.has(FIRST)
+    keep_pipeline = draft.has(FIRST) or (draft.has("--num-experts") and _chunks(draft) > 1)
+    tensor = draft.number(TENSOR)
 
     def size() -> int:
         return degrees[TENSOR] * degrees[PIPELINE] * degrees[CONTEXT]
 
-    while size() * REPLICAS > MOST_WORKERS:
+    sharers = _sharers(draft)
+    while size() * REPLICAS * sharers > MOST_WORKERS:
         # The pipeline first where two are equal, and it last where its ends have layers of their own.
         order = sorted(degrees, key=lambda flag: (keep_pipeline and flag == PIPELINE, -degrees[flag]))
         degrees[next(flag for flag in order if degrees[flag] > 1)] //= 2
     for flag, degree in degrees.items():
         draft.change(flag, degree)
-    replicas = REPLICAS * 2 if size() == 1 or (size() == 2 and draft.number(INSTANCES) > 1) else REPLICAS
-    draft.workers = size() * replicas
-    _shrink_expert_degrees(draft, degrees[TENSOR], draft.workers // degrees[PIPELINE])
+    few = sharers == 1 and (size() == 1 or (size() == 2 and draft.number(INSTANCES) > 1))
+    draft.workers = size() * sharers * (REPLICAS * 2 if few else REPLICAS)
+    apart = draft.number(EXPERT_TENSOR, tensor) < tensor
+    _shrink_expert_degrees(draft, degrees[TENSOR], degrees[CONTEXT], sharers, apart)
     if draft.has("--hierarchical-context-parallel-sizes"):
         draft.set("--hierarchical-context-parallel-sizes", degrees[CONTEXT] // 2 or 1, min(degrees[CONTEXT], 2))
 
 
-def _shrink_expert_degrees(draft: Draft, tensor: int, stage_workers: int) -> None:
-    expert_tensor = min(draft.number(EXPERT_TENSOR, tensor), tensor)
+def sharers_of_experts(draft: Draft) -> int:
+    """How many replicas share each layer's experts; 1 where members of one do."""
+    tensor = draft.number(TENSOR)
+    return max(draft.number(EXPERT) * draft.number(EXPERT_TENSOR, tensor) // tensor, 1)
+
+
+def _sharers(draft: Draft) -> int:
+    """Two where the recipe's replicas share experts, so that each expert is in two replicas."""
+    return min(sharers_of_experts(draft), 2)
+
+
+def _shrink_expert_degrees(draft: Draft, tensor: int, context: int, sharers: int, apart: bool) -> None:
+    """`apart`: members of a stage have other experts, in pairs or alone."""
+    expert_tensor = max(tensor // 2, 1) if apart else tensor
+    if not draft.has("--num-experts"):
+        # Megatron's groups of experts are made all the same, and have as many members as share a layer or a sequence.
+        expert_tensor = tensor * context
     draft.change(EXPERT_TENSOR, expert_tensor)
-    draft.change(EXPERT, min(draft.number(EXPERT), stage_workers // expert_tensor, draft.number("--num-experts", 1)))
+    draft.change(EXPERT, sharers * tensor // expert_tensor)
 
 
 def _chunks(draft: Draft) -> int:

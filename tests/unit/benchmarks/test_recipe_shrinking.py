@@ -78,7 +78,29 @@ def test_experts_keep_groups_that_can_be_chosen_from() -> None:
     count, groups = int(options["--num-experts"]), int(options["--moe-router-num-groups"])
     assert (count, groups, options["--moe-router-group-topk"], options["--moe-router-topk"]) == (16, 4, "2", "2")
     assert options["--moe-layer-freq"] == "([0]*1+[1]*3)"
-    assert int(options["--expert-model-parallel-size"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("tensor", "experts", "expert_tensor", "expected"),
+    [(1, 16, None, (1, 2, None)), (2, 4, 1, (2, 4, "1")), (4, 2, 2, (4, 2, "2")), (2, 2, 2, (2, 2, "2"))],
+)
+def test_whole_stages_share_experts_as_in_the_recipe(
+    tensor: int, experts: int, expert_tensor: int | None, expected: tuple[int, int, str | None]
+) -> None:
+    degrees = {"tensor": tensor, "expert-model": experts, "expert-tensor": expert_tensor}
+    flags = [word for name, degree in degrees.items() if degree
+             for word in (f"--{name}{'-model' * (name == 'tensor')}-parallel-size", str(degree))]  # fmt: skip
+    shrunk, options = small(DENSE, "--num-experts", "64", "--pipeline-model-parallel-size", "1", *flags)
+    found = (int(options.get("--tensor-model-parallel-size", 1)), int(options["--expert-model-parallel-size"]))
+    assert (*found, options.get("--expert-tensor-parallel-size")) == expected
+    assert shrunk.workers % (found[0] * 2) == 0, "each expert is in two replicas"
+
+
+def test_groups_of_experts_without_experts_are_of_whole_stages() -> None:
+    flags = "--tensor-model-parallel-size 2 --context-parallel-size 2 --expert-tensor-parallel-size 4".split()
+    _, options = small(DENSE, *flags, "--pipeline-model-parallel-size", "2")
+    members = int(options["--tensor-model-parallel-size"]) * int(options["--context-parallel-size"])
+    assert int(options["--expert-tensor-parallel-size"]) == members
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,15 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "integration"))
 
 from recipe_runs.compare import Logged, differences, read_logged
-from recipe_runs.plans import HOLD_AT, POINTS, Death, draw_death, sharing_replicas, unlike_replicas
+from recipe_runs.plans import (
+    HOLD_AT,
+    POINTS,
+    Death,
+    draw_death,
+    replicas_sharing_experts,
+    sharing_replicas,
+    unlike_replicas,
+)
 from recipe_runs.results import Line, Results, lines_of, summary
 from recipe_runs.shrinking.shrink import Shrunk
 from recipe_runs.trial import EQUAL, FAILED, FP32, NO_CONTROL, UNEQUAL, Verdict, judge
@@ -138,6 +146,16 @@ def test_survivors_of_a_job_with_context_parallelism_share_sequences_as_the_job_
         assert plan.micro_batch_count == 6 and set(plan.members) <= set(survivors)
         assert {len(replica.stages) for replica in plan.replicas} == {pipeline}
         assert {len(stage) for replica in plan.replicas for stage in replica.stages} == {tensor}
+
+
+@pytest.mark.parametrize(("tensor", "pipeline", "sharers", "members"), [(2, 1, 2, 1), (1, 2, 2, 0), (4, 1, 1, 2)])
+def test_survivors_of_a_job_with_expert_parallelism_share_experts_as_the_job_does(
+    tensor: int, pipeline: int, sharers: int, members: int
+) -> None:
+    survivors = list(range(1, 8))
+    plan = replicas_sharing_experts(survivors, tensor, pipeline, sharers, members, 8)
+    assert plan.not_uniform is None and plan.expert_parallel == len(plan.replicas) == sharers
+    assert plan.expert_members == members and plan.micro_batch_count == 8 and set(plan.members) <= set(survivors)
 
 
 def test_a_benchmark_that_was_cut_off_goes_on_where_it_was(tmp_path: Path) -> None:
