@@ -31,6 +31,9 @@ TORCH: Final = "torch/"
 RUN: Final = "run"
 """Key of a token that this run alone has, by which others know that they talk to it."""
 
+TERM: Final = "term"
+"""Key of a number that grows with each coordinator that takes the place of one before; there if one may."""
+
 IDENTITY: Final = "identity"
 """Key of a digest of what the job's first worker was started with; what it stands for is under `identity/DIGEST`."""
 

@@ -68,6 +68,13 @@ class Job(Event):
     emulated: Annotated[str | None, "device profile of the emulated clock; null: none"] = None
 
 
+@event("coordinator_replaced", written_by="coordinator")
+class CoordinatorReplaced(Event):
+    """Another coordinator has taken the place of one that was lost."""
+
+    by: Annotated[str, "its process and machine"]
+
+
 @event("model", written_by="coordinator")
 class Model(Event):
     """What a worker has told of the model, for planning."""

@@ -22,7 +22,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_resihp.control.node import environment
 from megatron_resihp.control.transport.address import parse_address
+from megatron_resihp.control.transport.lasting import LastingStore
 from megatron_resihp.control.transport.secret import own_secret
 from megatron_resihp.control.transport.store_client import connect
 from megatron_resihp.control.worker.client import WorkerControl
@@ -144,7 +146,8 @@ def main() -> None:
     if asked(f"knock_{WORKER}"):
         port = int((RUN_DIR / f"knock_{WORKER}").read_text())
         connection = socket.create_connection(("127.0.0.1", port))  # noqa: F841  # Held open.
-    store = connect(parse_address(os.environ["RESIHP_STORE"]), own_secret(), 30.0)
+    client = connect(parse_address(os.environ["RESIHP_STORE"]), own_secret(), 30.0, environment.leaders())
+    store = LastingStore(client) if client.connection.leaders else client
     news = threading.Event()
     door = Door(own_address_towards(store.address.host)).address
     control = WorkerControl(store, WORKER, news.set, NO_EPOCH if NEWCOMER else 0, door)

@@ -119,6 +119,23 @@ def claimed(path: Path, text: str, answers: Callable[[], bool]) -> Iterator[None
 
 
 @contextmanager
+def taken_over(path: Path, text: str) -> Iterator[None]:
+    """As `claimed`, in the place of a job's own process that is known not to lead it any more.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    unfinished.write_text(text)
+    unfinished.replace(path)
+    try:
+        yield
+    finally:
+        if _text(path) == text:
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
 def touched(path: Path) -> Iterator[None]:
     """Tell other machines that the owner of this file lives, in a thread, for as long as this lasts."""
     over = threading.Event()

@@ -16,7 +16,8 @@ from typing import Annotated, Final
 
 from megatron_resihp.coding import Form, Tolerance, WrongValueError, decode, encode, omitted_if
 from megatron_resihp.control import keys
-from megatron_resihp.control.commands.claim import Owner, claimed
+from megatron_resihp.control.commands.claim import Owner, claimed, taken_over
+from megatron_resihp.control.transport import leaders
 from megatron_resihp.control.transport.address import Address, parse_address
 from megatron_resihp.control.transport.gate import OtherProtocolError, RefusedSecretError
 from megatron_resihp.control.transport.secret import UnreadableError, find_secret
@@ -26,7 +27,7 @@ from megatron_resihp.protocol.answers import ANSWERS, Answer, Refused
 from megatron_resihp.protocol.messages import MESSAGES, SlowdownRequest, WordOfCommand
 from megatron_resihp.protocol.wire import MalformedError
 
-FILE_NAME: Final = "coordinator.json"
+FILE_NAME: Final = leaders.FILE_NAME
 CONNECT_S: Final = 5.0
 ANSWER_S: Final = 10.0
 ADDED_TO: Final = Tolerance(unknown=True)
@@ -60,8 +61,22 @@ class Contact:
             ClaimedError: the directory is another job's, which runs.
             OSError: it cannot be written.
         """
-        said = {**encode(self), **encode(Owner.this())}
-        return claimed(run_dir / FILE_NAME, json.dumps(said) + "\n", lambda: _answers(run_dir))
+        return claimed(run_dir / FILE_NAME, self._text, lambda: _answers(run_dir))
+
+    def taken_over(self, run_dir: Path) -> AbstractContextManager[None]:
+        """As `published`, in the place of a coordinator that was lost; raises OSError."""
+        return taken_over(run_dir / FILE_NAME, self._text)
+
+    def holds(self, run_dir: Path) -> bool:
+        """Whether the run directory is still this coordinator's."""
+        try:
+            return read_contact(run_dir) == self
+        except StoreError:
+            return False
+
+    @property
+    def _text(self) -> str:
+        return json.dumps({**encode(self), **encode(Owner.this())}) + "\n"
 
 
 def _answers(run_dir: Path) -> bool:

@@ -27,6 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--nproc-per-node", type=int, default=1, metavar="N", help="workers on each node (default 1)")
     add("--run-dir", type=Path, required=True, metavar="DIR", help="logs and events go here; the nodes share it")
     add_control(add)
+    add("--standby", action="store_true", help="wait until the coordinator of the job that --control names is "
+        "lost, and take its place")  # fmt: skip
     for name, default_s, meaning in (
         ("heartbeat", usual.heartbeat_timeout_s, "give up nodes that are silent for longer"),
         ("survivor", usual.survivor_timeout_s, "give up survivors of a failure that do not report for longer"),
@@ -58,6 +60,7 @@ def options_of(namespace: argparse.Namespace) -> LaunchOptions:
         coordinator=_listen_at(namespace.listen),
         control=control_of(namespace),
         alone=True,
+        standby=namespace.standby,
         run_dir=namespace.run_dir,
         heartbeat_timeout_s=namespace.heartbeat_timeout,
         survivor_timeout_s=namespace.survivor_timeout,

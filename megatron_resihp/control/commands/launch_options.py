@@ -47,6 +47,7 @@ class LaunchOptions:
         coordinator: where the store is served; None: on this machine only, at a free port.
         control: where in etcd the coordinator keeps decisions, too; None: nowhere.
         alone: this is the coordinator without workers, apart from all nodes.
+        standby: it waits for the loss of the job's coordinator, and takes its place then.
         interface: the network interface that this node's workers use; None: torch chooses.
         run_dir: None: a new directory in `runs`.
         logs: one of output.MODES.
@@ -68,6 +69,7 @@ class LaunchOptions:
     coordinator: Address | None = None
     control: Location | None = None
     alone: bool = False
+    standby: bool = False
     interface: str | None = None
     run_dir: Path | None = None
     runs: Path = RUNS
@@ -273,6 +275,8 @@ def check(options: LaunchOptions) -> None:
             raise LaunchError(f"--{name} {seconds:g} can't be; {mend}")
     if most_nodes > 1 and options.run_dir is None:
         raise LaunchError("several nodes need one run directory; give all of them the same --run-dir")
+    if options.standby and options.control is None:
+        raise LaunchError("--standby reads in etcd what was decided; give the job's --control")
     if options.alone:
         return
     if options.module is not None:

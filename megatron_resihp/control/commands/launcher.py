@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +22,7 @@ from megatron_resihp.control.commands.claim import touched
 from megatron_resihp.control.commands.contact import FILE_NAME
 from megatron_resihp.control.commands.launch_options import LaunchError, LaunchOptions, check, options_of
 from megatron_resihp.control.commands.seat import RESULT, MakeEventSink, Seat, give_back, take_seat
+from megatron_resihp.control.commands.standby import JobIsOver, take_over
 from megatron_resihp.control.coordination.actions import Limits
 from megatron_resihp.control.coordination.requests import Requests
 from megatron_resihp.control.head.detection import Detection, Judge
@@ -28,7 +30,7 @@ from megatron_resihp.control.head.headquarters import Headquarters, Job
 from megatron_resihp.control.node.agent import Agent
 from megatron_resihp.control.node.environment import JobEnvironment, warnings_of
 from megatron_resihp.control.node.link import Link
-from megatron_resihp.control.node.mailbox import Ending, Mailbox, coordinator_lost
+from megatron_resihp.control.node.mailbox import Ending, Mailbox
 from megatron_resihp.control.node.orphan_reaper import OrphanReaper
 from megatron_resihp.control.node.output import Outputs
 from megatron_resihp.control.node.processes import Processes
@@ -39,11 +41,13 @@ from megatron_resihp.control.replanning.replanner import Replanner
 from megatron_resihp.control.terminal import say, warn
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.lasting import LastingStore
+from megatron_resihp.control.transport.leaders import LEADERLESS_S, Leaders
 from megatron_resihp.control.transport.liveness import LivenessConnection, Watcher
 from megatron_resihp.control.transport.node_liveness import (
     Joining,
     Meeting,
     NodeWatcher,
+    come_back,
     join,
     records_address,
 )
@@ -87,6 +91,9 @@ def launch(
         return _launch(options, spawn, make_event_sink)
     except LaunchError as error:
         return refuse(str(error))
+    except JobIsOver as over:
+        (warn if over.code else say)(f"resihp: {over}")
+        return over.code
 
 
 def refuse(problem: str) -> int:
@@ -97,7 +104,8 @@ def refuse(problem: str) -> int:
 
 def _launch(options: LaunchOptions, spawn: Spawn, make_event_sink: MakeEventSink) -> int:
     with ExitStack() as stack:
-        seat = take_seat(options, make_event_sink, stack)
+        take = take_over if options.standby else take_seat
+        seat = take(options, make_event_sink, stack)
         outputs = Outputs(options.logs, seat.run_dir / "logs", sys.stdout)
         mailbox = stack.enter_context(closing(Mailbox()))
         stack.enter_context(mailbox.signals())
@@ -140,6 +148,7 @@ def _environment(options: LaunchOptions, seat: Seat) -> JobEnvironment:
         heartbeat_s=options.heartbeat_s,
         stand_in=options.stand_in,
         max_restarts=options.max_restarts,
+        led_on=seat.led_on,
         network=interface.variables(options.interface),
     )
 
@@ -157,15 +166,20 @@ def _serve(
     """Watch over the workers until the job is over; returns how it ended, and the workers that failed."""
     nodes = None
     if seat.liveness is not None:
-        connect_by = time.monotonic() + options.connect_timeout_s
-        nodes = NodeWatcher(seat.liveness, seat.secret, seat.size, options.heartbeat_timeout_s, connect_by)
+        before = seat.before
+        within_s = options.connect_timeout_s if before is None else LEADERLESS_S
+        nodes = NodeWatcher(
+            seat.liveness, seat.secret, seat.size, options.heartbeat_timeout_s, time.monotonic() + within_s,
+            None if before is None else before.awaited,
+        )  # fmt: skip
     headquarters = _open_headquarters(options, seat, mailbox) if seat.leads else None
-    uplink = Uplink(seat.secret)
+    uplink = Uplink(seat.secret, seat.led_on)
     relay.start(uplink.deliver if headquarters is None else headquarters.detection.inbox.deliver)
     injector = SlowdownInjector({worker.number: (worker.pid, worker.pidfd) for worker in workers})
+    leaders = Leaders(seat.run_dir) if seat.led_on and not seat.leads else None
     link = Link(
-        lambda: LastingStore(connect(seat.address, seat.secret, options.connect_timeout_s)),
-        lambda store: _introduce(options, seat, store, mailbox, uplink),
+        lambda: LastingStore(connect(seat.address, seat.secret, options.connect_timeout_s, leaders)),
+        partial(_introduce, options, seat, uplink, starter),
         mailbox.end,
         lambda slowness: injector.slow(slowness.speeds),
         mailbox.put,
@@ -193,12 +207,17 @@ def _open_headquarters(options: LaunchOptions, seat: Seat, mailbox: Mailbox) -> 
     if seat.liveness is not None and seat.records is not None:
         meeting = Meeting(*(Address(seat.address.host, s.getsockname()[1]) for s in (seat.liveness, seat.records)))
     bus, requests, size = EventBus(), Requests(), seat.size
-    # First of all, so that the log never has an answer before what it answers.
-    seat.sink.follow(bus)
+    if seat.before is None:
+        # First of all, so that the log never has an answer before what it answers.
+        seat.sink.follow(bus)
     detection = Detection(lambda: _make_judge(seat.run_dir, requests.validate), bus)
     replanner = Replanner(seat.run_dir, size, bus, requests.change_plan)
+    if seat.before is not None:
+        for fact in seat.before.facts:
+            bus.publish(fact)
+        seat.sink.follow(bus)  # which has them
     limits = Limits(options.survivor_timeout_s, min_workers=options.min_workers, drain_s=options.drain_deadline_s)
-    job = Job(size, list(options.command), limits, seat.token, seat.secret, seat.run_dir)
+    job = Job(size, list(options.command), limits, seat.token, seat.secret, seat.run_dir, seat.before, seat.holds)
     return Headquarters(
         seat.address, seat.listener, bus, requests, job, meeting, detection, replanner, mailbox.end,
         seat.leadership,
@@ -212,7 +231,13 @@ def _make_judge(run_dir: Path, order: Callable[[ValidationOrder], None]) -> Judg
 
 
 def _introduce(
-    options: LaunchOptions, seat: Seat, store: Store, mailbox: Mailbox, uplink: Uplink
+    options: LaunchOptions,
+    seat: Seat,
+    uplink: Uplink,
+    starter: Starter,
+    store: Store,
+    on_lost: Callable[[], None],
+    comes_back: bool,
 ) -> LivenessConnection | None:
     if seat.leads:
         return None
@@ -224,9 +249,15 @@ def _introduce(
         first_worker=seat.name,
         secret=seat.secret,
     )
-    lost = coordinator_lost("it closed the liveness connection")
+    if comes_back:
+        liveness = come_back(store, joining, on_lost)
+        uplink.connect(records_address(store))
+        if isinstance(store, LastingStore):
+            starter.store_is_at(store.address)
+        say(f"resihp: node {options.node} has found another coordinator")
+        return liveness
     try:
-        liveness = join(store, joining, lambda: mailbox.end(lost))
+        liveness = join(store, joining, on_lost)
     except StoreError:
         give_back(options, seat)
         raise
@@ -236,6 +267,9 @@ def _introduce(
 
 
 def _announce(options: LaunchOptions, seat: Seat) -> None:
+    if seat.before is not None:
+        say(f"resihp: takes over the job, which finds it at {seat.address}, run directory {seat.run_dir}")
+        return
     workers = f"{options.workers_per_node} worker{'s' if options.workers_per_node > 1 else ''}"
     node = f" on node {options.node} of {options.nodes}" if options.size.most_nodes > 1 else ""
     if options.alone:
@@ -264,7 +298,8 @@ def _finish(seat: Seat, ending: Ending) -> None:
         say(f"resihp: {ending.reason}")
     if seat.sink is not None:
         seat.sink.finish()
-        _tell_result(seat.run_dir, ending.code)
+        if seat.holds():
+            _tell_result(seat.run_dir, ending.code)
 
 
 def _tell_last_save(run_dir: Path, since: float) -> None:

@@ -7,6 +7,7 @@ May import: the standard library and this package's modules. Where events go is 
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from megatron_resihp.control.commands.claim import ClaimedError, living_owner
 from megatron_resihp.control.commands.contact import FILE_NAME, Contact, read_contact
 from megatron_resihp.control.commands.launch_options import LaunchError, LaunchOptions
 from megatron_resihp.control.commands.run_directory import make_run_dir, unwritable
+from megatron_resihp.control.coordination.decisions.succession import Succession
 from megatron_resihp.control.head import returning
 from megatron_resihp.control.head.headquarters import EventSink
 from megatron_resihp.control.job_size import JobSize
@@ -26,7 +28,7 @@ from megatron_resihp.control.terminal import say
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.etcd.gateway import EtcdError
 from megatron_resihp.control.transport.etcd.leadership import Leadership
-from megatron_resihp.control.transport.node_liveness import check_size, has_joined, is_apart
+from megatron_resihp.control.transport.node_liveness import check_size, has_joined, is_apart, is_led_on
 from megatron_resihp.control.transport.secret import Secret, find_secret, published_secret
 from megatron_resihp.control.transport.store import (
     ElsewhereError,
@@ -40,6 +42,7 @@ from megatron_resihp.control.transport.store import (
 LOCAL_HOST: Final = "127.0.0.1"
 RESULT: Final = "exit_code"
 """File of the run directory with the code that the job has ended with; not there while it runs."""
+LOOK_S: Final = 1.0
 STILL_THERE_S: Final = 5.0
 """How long the coordinator may not answer a node that waits to join."""
 NO_WORKER: Final = -1
@@ -59,6 +62,9 @@ class Seat:
         liveness, records: where the other nodes' liveness connections and their workers' records arrive.
         token: see `contact`.
         leadership: in etcd; None: decisions are kept in the run directory only.
+        led_on: another coordinator may take the place of one that is lost.
+        before: what the one has decided whose place the coordinator takes here; None: the job begins.
+        holds: whether the run directory is still this coordinator's.
     """
 
     secret: Secret
@@ -73,6 +79,9 @@ class Seat:
     sink: EventSink | None = None
     token: str = ""
     leadership: Leadership | None = None
+    led_on: bool = False
+    before: Succession | None = None
+    holds: Callable[[], bool] = lambda: True
 
     @property
     def leads(self) -> bool:
@@ -148,7 +157,8 @@ def _lead(
         # Before anything is written that a job which runs there would read, or has written.
         stack.enter_context(contact.published(run_dir))
         leadership = None if options.control is None else stack.enter_context(closing(Leadership(options.control)))
-        own = stack.enter_context(published_secret(run_dir))
+        holds = partial(contact.holds, run_dir)
+        own = stack.enter_context(published_secret(run_dir, holds))
         returning.begin(run_dir, options.size)
         (run_dir / RESULT).unlink(missing_ok=True)
     except OSError as error:
@@ -159,16 +169,17 @@ def _lead(
         raise LaunchError(str(error)) from error
     except EtcdError as error:
         raise LaunchError(f"{error}; check --control, or end the job that has its name") from error
-    sink, slots = _make_sink(make_event_sink, run_dir), range(0) if options.alone else options.size.slots_on(0)
+    sink, slots = make_sink(make_event_sink, run_dir), range(0) if options.alone else options.size.slots_on(0)
     return Seat(
-        own, address, run_dir, options.size, slots, False, listener, liveness, records, sink, contact.token, leadership
-    )
+        own, address, run_dir, options.size, slots, False, listener, liveness, records, sink, contact.token, leadership,
+        holds=holds,
+    )  # fmt: skip
 
 
 def _join(options: LaunchOptions, address: Address) -> Seat:
     run_dir = make_run_dir(options)
-    wait_until_reachable(address, options.connect_timeout_s)
-    _, (apart, joined) = admitted(address, run_dir, options.connect_timeout_s, partial(_told, options=options))
+    address = _found(address, run_dir, options.connect_timeout_s)
+    _, (apart, led_on, joined) = admitted(address, run_dir, options.connect_timeout_s, partial(_told, options=options))
     if options.control is not None and options.node == 0:
         raise LaunchError("the coordinator runs apart from the nodes; give --control to resihp coordinator")
     size = replace(options.size, apart=apart)
@@ -176,13 +187,40 @@ def _join(options: LaunchOptions, address: Address) -> Seat:
         raise LaunchError(f"node 0 of the job at {address} runs there, with the coordinator; give another --node-rank")
     offered = _offered(options, run_dir, address, joined)
     numbers = offered or size.slots_on(options.node)
-    return Seat(find_secret(run_dir), address, run_dir, size, numbers, offered is not None)
+    return Seat(find_secret(run_dir), address, run_dir, size, numbers, offered is not None, led_on=led_on)
 
 
-def _told(store: Store, options: LaunchOptions) -> tuple[bool, bool]:
-    """Whether the store's coordinator is apart, and whether a node of this rank has begun its job; or StoreError."""
+def _found(address: Address, run_dir: Path, timeout_s: float) -> Address:
+    """Where the coordinator answers: at this address, or where another one serves that has taken over.
+
+    Raises:
+        StoreError: nothing answers in time.
+    """
+    until = time.monotonic() + timeout_s
+    while True:
+        for at in (address, _named(run_dir, address)):
+            try:
+                wait_until_reachable(at, min(LOOK_S, timeout_s))
+                return at
+            except StoreError:
+                if time.monotonic() > until:
+                    raise
+
+
+def _named(run_dir: Path, address: Address) -> Address:
+    """Where the run directory says that a coordinator is that runs apart; this address, if it doesn't say that."""
+    try:
+        contact = read_contact(run_dir)
+    except StoreError:
+        return address
+    return contact.store if contact.apart else address
+
+
+def _told(store: Store, options: LaunchOptions) -> tuple[bool, bool, bool]:
+    """Whether the store's coordinator is apart, whether another may take its place, and whether a node of this rank has
+    begun its job; or StoreError."""
     check_size(store, options.node, options.size)
-    return is_apart(store), has_joined(store, options.node, options.size)
+    return is_apart(store), is_led_on(store), has_joined(store, options.node, options.size)
 
 
 def _offered(options: LaunchOptions, run_dir: Path, address: Address, joined: bool) -> Sequence[int] | None:
@@ -217,7 +255,7 @@ def _taken(run_dir: Path | None, by: object) -> str:
     return f"a job runs in {run_dir} already, launched by {by}; give another --run-dir, or end that job first"
 
 
-def _make_sink(make_event_sink: MakeEventSink, run_dir: Path) -> EventSink:
+def make_sink(make_event_sink: MakeEventSink, run_dir: Path) -> EventSink:
     try:
         return make_event_sink(run_dir)
     except OSError as error:

@@ -5,6 +5,8 @@ Runs in a thread of node 0's agent, never in a worker. May import `plan`, `proto
 other modules; the event log's writer is handed in.
 """
 
+import os
+import socket
 import time
 import traceback
 from collections import deque
@@ -27,6 +29,7 @@ from megatron_resihp.control.coordination.actions import (
 from megatron_resihp.control.coordination.bulletin import Bulletin
 from megatron_resihp.control.coordination.decisions.entries import Entry
 from megatron_resihp.control.coordination.decisions.recorded import Recorded, UnrecordedError
+from megatron_resihp.control.coordination.decisions.succession import Succession
 from megatron_resihp.control.coordination.door import Heard, Reported
 from megatron_resihp.control.coordination.inbox import Inbox
 from megatron_resihp.control.coordination.requests import Requests
@@ -77,6 +80,8 @@ class Coordinator:
         write_log: takes what of Megatron's log is to be written; must not block.
         ask_down: asks which of these nodes are down, for an answer by `requests`; None: nobody knows.
         write_decision: takes what is decided and why, before it is carried out.
+        run: the run's token.
+        before: what a coordinator has decided that was lost, which this one takes the place of; None: the job begins.
     """
 
     def __init__(
@@ -94,12 +99,20 @@ class Coordinator:
         write_log: Callable[[LogsWanted | LogPage], None] = lambda part: None,
         ask_down: Callable[[Sequence[int]], None] | None = None,
         write_decision: Callable[[Entry], None] = lambda entry: None,
+        run: str = "",
+        before: Succession | None = None,
     ) -> None:
         self._store = store
         self._write_event = write_event
-        self._membership = Recorded(size, limits, next_plan, write_decision)
+        self._before = before
+        if before is None:
+            self._membership = Recorded(size, limits, next_plan, write_decision, run)
+        else:
+            self._membership = Recorded.after(before.replay, next_plan, write_decision)
         self._bulletin = Bulletin(store)
-        self._inbox = Inbox(store, self._membership.state, self._log)
+        letters = frozenset[str]() if before is None else before.letters
+        self._inbox = Inbox(store, self._membership.state, self._log, letters)
+        self._name = f"process {os.getpid()} on {socket.gethostname()}"
         self._command = command
         self._reopen = reopen
         self._requests = requests or Requests()
@@ -113,6 +126,12 @@ class Coordinator:
         self._ticked_at = clock()
         self._absence = Absence(AWAY_S)
 
+    def publish_again(self) -> None:
+        """Publish what the coordinator before has; to be called before any process reads what is published."""
+        assert self._before is not None
+        for action in self._before.published:
+            self._carry_out(action)
+
     def run(self) -> int:
         """Serve until the job is over; returns the exit code of the job.
 
@@ -123,13 +142,8 @@ class Coordinator:
             UnrecordedError: a decision could not be kept; nothing of it has been carried out.
             Exception: a second error.
         """
-        size = self._membership.state.job.size
-        self._log(RunStarted(
-            world_size=size.workers, nproc_per_node=size.workers_per_node, nnodes=size.nodes,
-            most_nodes=size.most_nodes, command=tuple(self._command),
-        ))  # fmt: skip
         try:
-            return self._serve([])
+            return self._serve(self._begin())
         except (StoreError, UnrecordedError):
             raise
         except Exception as error:
@@ -137,6 +151,16 @@ class Coordinator:
             reason = f"the coordinator failed: {type(error).__name__}: {error}"
         unpublished = isinstance(self._doing, EpochPlan)
         return self._serve(self._membership.save_and_end(reason, time.time(), unpublished))
+
+    def _begin(self) -> list[Action]:
+        if self._before is not None:
+            return self._membership.take_over(self._name, time.time())
+        size = self._membership.state.job.size
+        self._log(RunStarted(
+            world_size=size.workers, nproc_per_node=size.workers_per_node, nnodes=size.nodes,
+            most_nodes=size.most_nodes, command=tuple(self._command),
+        ))  # fmt: skip
+        return []
 
     def _serve(self, actions: list[Action]) -> int:
         while True:
@@ -173,7 +197,7 @@ class Coordinator:
         if isinstance(message, Reported):
             self._write_events(message)
             return []
-        return self._membership.handle(message, time.time())
+        return self._membership.handle(message, time.time(), self._inbox.letter)
 
     def _say_none_down(self, nodes: Sequence[int]) -> None:
         self._requests.tell_down(NodesDown((), time.time()))

@@ -25,16 +25,26 @@ class Inbox:
     Args:
         state: of the job, which says what can be meant.
         tell_dropped: takes an event for each of the first messages that are dropped.
+        known: ids of messages that have come to a coordinator before, and were decided about.
 
     Attributes:
         dropped: how many messages were.
+        letter: the id of the last message that was taken.
     """
 
-    def __init__(self, store: Store, state: State, tell_dropped: Callable[[MessageDropped], None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        state: State,
+        tell_dropped: Callable[[MessageDropped], None],
+        known: frozenset[str] = frozenset(),
+    ) -> None:
         self._store = store
         self._state = state
         self._tell_dropped = tell_dropped
         self.dropped = 0
+        self.letter: str | None = None
+        self._known = known
         self._recent: dict[str, None] = {}
 
     def take(self, wait_s: float = 0.0) -> list[Heard] | None:
@@ -50,13 +60,14 @@ class Inbox:
                 more = NO_MORE if self.dropped == MOST_TOLD else ""
                 self._tell_dropped(MessageDropped(reason=f"{error}{more}", text=shown(text)))
             return []
+        self.letter = letter.id
         return [letter.body] if self._is_new(letter.id) else []
 
     def _is_new(self, letter: str | None) -> bool:
         """Whether a message has not come before: a sender that loses the connection may send again what has arrived."""
         if letter is None:
             return True
-        if letter in self._recent:
+        if letter in self._recent or letter in self._known:
             return False
         self._recent[letter] = None
         if len(self._recent) > RECENT:

@@ -32,14 +32,20 @@ class DecisionLogs:
         self._etcd = None if leadership is None else EtcdLog(leadership, closing)
 
     def write(self, entry: Entry) -> None:
-        """Append an entry: to the file first, which etcd's log is never ahead of.
+        """Append an entry: to etcd first, so that the file, which another coordinator may go on with, has no more.
 
         Raises:
             UnrecordedError: etcd can't take it.
         """
-        self._file.write(entry)
         if self._etcd is not None:
             self._etcd.write(entry)
+        self._file.write(entry)
+
+    def take_up(self, decisions: Decisions) -> None:
+        """Go on after these, which are in etcd: the file may lack the last one."""
+        entries: tuple[Entry, ...] = (decisions.began, *decisions.steps)
+        for entry in entries:
+            self._file.write(entry)
 
     def close(self) -> None:
         self._file.close()

@@ -22,6 +22,7 @@ from megatron_resihp.control import exit_codes, keys
 from megatron_resihp.control.coordination.actions import Limits
 from megatron_resihp.control.coordination.coordinator import Coordinator
 from megatron_resihp.control.coordination.decisions.recorded import UnrecordedError
+from megatron_resihp.control.coordination.decisions.succession import Succession
 from megatron_resihp.control.coordination.requests import Requests
 from megatron_resihp.control.head import returning
 from megatron_resihp.control.head.decision_logs import DecisionLogs
@@ -64,6 +65,8 @@ class Job:
         token: what this run alone has.
         secret: what its processes alone have.
         run_dir: shared by all nodes.
+        before: what a coordinator has decided that was lost; None: the job begins.
+        holds: whether the run directory is still this coordinator's.
     """
 
     size: JobSize
@@ -72,6 +75,8 @@ class Job:
     token: str
     secret: Secret
     run_dir: Path
+    before: Succession | None = None
+    holds: Callable[[], bool] = lambda: True
 
 
 class Headquarters:
@@ -125,7 +130,8 @@ class Headquarters:
         if not ending.agreed:
             if self._connection is not None:
                 self._connection.close()
-            self._bus.publish(RunFinished(time=time.time(), exit_code=ending.code, reason=ending.reason))
+            if self._job.holds():  # else another coordinator has taken over, and knows the end
+                self._bus.publish(RunFinished(time=time.time(), exit_code=ending.code, reason=ending.reason))
         self._replanner.close(timeout_s)
         self._thread.join(timeout_s)
         self.detection.close(timeout_s)
@@ -148,7 +154,14 @@ class Headquarters:
             if self._leadership is not None:
                 self._leadership.keep(self._leave)
             with closing(DecisionLogs(self._job.run_dir, self._leadership, self._closing)) as decisions:
-                self._coordinator(store, decisions).run()
+                if self._job.before is not None:
+                    decisions.take_up(self._job.before.decisions)
+                coordinator = self._coordinator(store, decisions)
+                if self._job.before is not None:
+                    coordinator.publish_again()
+                    # Who comes back looks at nothing before this is there.
+                    store.set(keys.RUN, self._job.token)
+                coordinator.run()
         except UnrecordedError as error:
             self._leave(error)
         except StoreError as error:
@@ -181,14 +194,17 @@ class Headquarters:
             requests=self._requests, next_plan=self._replanner.next_plan,
             reopen=partial(returning.offer, job.run_dir), on_heard=self._look_for_stalls,
             write_log=self._logbook.take, ask_down=SlurmQuery(os.environ, job.size.nodes, self._requests.tell_down).ask,
-            write_decision=decisions.write,
+            write_decision=decisions.write, run=job.token, before=job.before,
         )  # fmt: skip
 
     def _open(self) -> StoreClient:
         self._server = StoreServer(self._listener, self._job.secret)
         self._connection = connect(self._address, self._job.secret, CLONE_TIMEOUT_S)
-        self._connection.set(keys.RUN, self._job.token)
-        publish(self._connection, self._job.size, self._meeting)
+        job, leadership = self._job, self._leadership
+        term = leadership.token if leadership is not None and job.size.apart else None
+        publish(self._connection, job.size, self._meeting, term, began=job.before is not None)
+        if job.before is None:
+            self._connection.set(keys.RUN, job.token)
         return self._connection
 
     def _look_for_stalls(self) -> None:

@@ -169,6 +169,10 @@ class Agent:
     def _restart(self, number: int) -> None:
         if self._stop_asked:
             return
+        if not self._link.is_led:
+            # Should it turn out that this node was given up, workers of such ids are others'.
+            self._schedule.add(time.monotonic() + RESTART_AFTER_S, partial(self._restart, number))
+            return
         try:
             worker = self._starter.start(number + self._starter.slots)
         except OSError as error:

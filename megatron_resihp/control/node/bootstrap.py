@@ -23,7 +23,7 @@ from typing import Final, NoReturn
 from megatron_resihp.control import exit_codes, keys, linux
 from megatron_resihp.control.node import environment
 from megatron_resihp.control.node.streams import let_no_full_disk_end_this
-from megatron_resihp.control.transport.address import parse_address
+from megatron_resihp.control.transport.address import Address, parse_address
 from megatron_resihp.control.transport.liveness import ENDED, FAILED, LivenessConnection
 from megatron_resihp.control.transport.secret import own_secret, take_own_secret
 from megatron_resihp.control.transport.store import StoreError
@@ -140,7 +140,7 @@ def _meet_in_job() -> None:
     """Groups that torch makes by itself, as in a job without --resihp, meet where the plugin's do."""
     from megatron_resihp.executor.groups.control_store import meet_in
 
-    meet_in(lambda: open_connection(parse_address(os.environ[environment.STORE]), own_secret(), MEET_S))
+    meet_in(lambda: open_connection(_store_address(), own_secret(), MEET_S, environment.leaders()))
 
 
 def _read_exit(problem: SystemExit) -> _End:
@@ -182,10 +182,14 @@ def _worker() -> int:
     return int(os.environ[environment.WORKER])
 
 
+def _store_address() -> Address:
+    return parse_address(os.environ[environment.STORE])
+
+
 def _tell(message: Message) -> None:
     """Tell the coordinator before peers can notice that this process ends; where that fails, the agent will."""
     try:
-        store = connect(parse_address(os.environ[environment.STORE]), own_secret(), REPORT_TIMEOUT_S)
+        store = connect(_store_address(), own_secret(), REPORT_TIMEOUT_S, environment.leaders())
         store.push(keys.INBOX, MESSAGES.write(message, f"worker {_worker()}"))
     except StoreError as error:
         print(f"resihp: the coordinator could not be told: {error}", file=sys.stderr)

@@ -14,6 +14,7 @@ from typing import Final
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.etcd.access import PREFIX as ETCD
+from megatron_resihp.control.transport.leaders import Leaders
 from megatron_resihp.control.transport.secret import VARIABLE as SECRET
 from megatron_resihp.control.transport.secret import Secret
 from megatron_resihp.plan.slots import slot_of
@@ -25,6 +26,8 @@ SLOTS: Final = "RESIHP_SLOTS"
 NODE: Final = "RESIHP_NODE"
 APART: Final = "RESIHP_COORDINATOR_APART"
 """1: the coordinator runs on none of the job's nodes."""
+LED_ON: Final = "RESIHP_LED_ON"
+"""1: another coordinator may take the place of one that is lost."""
 STORE: Final = "RESIHP_STORE"
 """host:port of the store."""
 RUN_DIR: Final = "RESIHP_RUN_DIR"
@@ -78,6 +81,11 @@ HARMFUL: Final[Mapping[tuple[str, str], tuple[str, str]]] = {
 }
 """Settings that harm recovery or training, how, and what to do. Users change them: each may have a reason on its
 cluster."""
+
+
+def leaders(environment: Mapping[str, str] = os.environ) -> Leaders | None:
+    """Tell this worker where its coordinator is, if another may take the place of one that is lost."""
+    return Leaders(Path(environment[RUN_DIR])) if LED_ON in environment else None
 
 
 def warnings_of(inherited: Mapping[str, str] = os.environ, system: Path = SYSTEMS_CONF) -> list[str]:
@@ -149,6 +157,7 @@ class JobEnvironment:
     heartbeat_s: float
     stand_in: bool
     max_restarts: int = 0
+    led_on: bool = False
     network: Mapping[str, str] = field(default_factory=dict)
     """Variables that say which network interface torch's groups use."""
 
@@ -192,5 +201,6 @@ class JobEnvironment:
             AGENT_PID: str(os.getpid()),
             MAX_RESTARTS: str(self.max_restarts),
             **({APART: "1"} if size.apart else {}),
+            **({LED_ON: "1"} if self.led_on else {}),
             **({STAND_IN: "1"} if self.stand_in else {}),
         }

@@ -16,9 +16,11 @@ from typing import Final
 from megatron_resihp.control import exit_codes, keys
 from megatron_resihp.control.node.mailbox import BrokenEpoch, Drained, Ending, GivenUp, coordinator_lost
 from megatron_resihp.control.slowness import Slowness
+from megatron_resihp.control.transport.lasting import LastingStore
 from megatron_resihp.control.transport.liveness import LivenessConnection
 from megatron_resihp.control.transport.reader import NoticeReader, Reader
 from megatron_resihp.control.transport.store import Store, StoreError
+from megatron_resihp.control.transport.store_client import StoreClient
 from megatron_resihp.protocol.messages import MESSAGES, Message
 from megatron_resihp.protocol.notices import (
     DrainOrder,
@@ -35,6 +37,11 @@ SLICE_S: Final = 1.0
 """Waiting for the end looks up this often whether it is still wanted."""
 
 END_READ_S: Final = 10.0
+NOTHING: Final = ""
+"""A letter that only has the thread that posts look which coordinator leads."""
+MOST_RETURNS: Final = 10
+"""How often an agent tries to come back to a coordinator that has taken over, whose store answers."""
+CUT_OFF: Final = coordinator_lost("it closed the liveness connection")
 LEAVING_S: Final = 30.0
 """How long the workers of a node that leaves have to exit by themselves, once nothing needs them."""
 
@@ -45,7 +52,8 @@ class Link:
     Args:
         connect: opens a connection to the store, waiting for it; StoreError if it does not come.
         introduce: run first on the connection that then waits for the end; StoreError refuses the link. The liveness
-            connection that it returns is held as long as the link.
+            connection that it returns is held as long as the link. It is given what is to be called once that is lost,
+            and whether the agent comes back from a coordinator that was lost.
         on_end: told, in a thread of the link, how the workers are to end.
         on_slowness: told, in another, what fault injections have slowed, where agents have to do it.
         on_letter: told, in that one too, that an epoch is broken, which workers the coordinator has given up, and whose
@@ -56,7 +64,7 @@ class Link:
     def __init__(
         self,
         connect: Callable[[], Store],
-        introduce: Callable[[Store], LivenessConnection | None],
+        introduce: Callable[[Store, Callable[[], None], bool], LivenessConnection | None],
         on_end: Callable[[Ending], None],
         on_slowness: Callable[[Slowness], None],
         on_letter: Callable[[GivenUp | Drained | BrokenEpoch], None] = lambda letter: None,
@@ -70,8 +78,14 @@ class Link:
         self._on_letter = on_letter
         self._letterhead, self._posted = secrets.token_hex(4), 0
         self._letters: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._sent: list[str] = []
+        """Where another coordinator may come, which folds what it knows of once."""
         self._liveness: LivenessConnection | None = None
+        self._cut_off = False
         self._closed = False
+        self._term: int | None = None
+        """Of the coordinator that this agent has introduced itself to."""
+        self._failed = 0
         self._belongs = False
         self._introduced = threading.Event()
         self._threads = [
@@ -81,6 +95,11 @@ class Link:
         ]
         for thread in self._threads:
             thread.start()
+
+    @property
+    def is_led(self) -> bool:
+        """Whether the coordinator holds this agent for alive, as far as is known here."""
+        return not self._cut_off
 
     def post(self, message: Message) -> None:
         """Send a message to the coordinator, soon and in order."""
@@ -101,17 +120,28 @@ class Link:
     def _post(self) -> None:
         try:
             store = self._connect()
+            if isinstance(store, LastingStore):
+                store.follow(self._send_again)
             # An agent that is refused says nothing: its workers' ids may be those of others.
             self._introduced.wait()
             while self._belongs and (letter := self._letters.get()) is not None:
-                store.push(keys.INBOX, letter)
+                if isinstance(store, LastingStore) and self._term is not None:
+                    store.leave(self._term)
+                    self._sent.append(letter)
+                if letter != NOTHING:
+                    store.push(keys.INBOX, letter)
         except (StoreError, TimeoutError) as error:
             self._lost(error)
+
+    def _send_again(self, successor: StoreClient) -> None:
+        for letter in filter(None, self._sent):
+            successor.push(keys.INBOX, letter)
 
     def _hear(self) -> None:
         try:
             store = self._connect()
-            self._liveness = self._introduce(store)
+            self._term = store.term if isinstance(store, LastingStore) else None
+            self._liveness = self._introduce(store, self._on_cut_off(store), False)
         except (StoreError, TimeoutError) as error:
             self._on_end(Ending(exit_codes.REFUSED, str(error)))
             return
@@ -120,6 +150,8 @@ class Link:
         ends, seen = Reader(END, f"agent {self.name}", "a malformed end of the job"), ""
         try:
             while not self._closed:
+                if isinstance(store, LastingStore):
+                    self._come_back(store)
                 if store.wait(keys.END, SLICE_S):
                     text = store.get(keys.END, END_READ_S)
                     end = None if text == seen else ends.read(text)
@@ -134,9 +166,50 @@ class Link:
         except (StoreError, TimeoutError) as error:
             self._lost(error)
 
+    def _on_cut_off(self, store: Store) -> Callable[[], None]:
+        """What is done where the liveness connection is lost."""
+        if isinstance(store, LastingStore) and store.term is not None:
+            return self._mark_cut_off
+        return lambda: self._on_end(CUT_OFF)
+
+    def _mark_cut_off(self) -> None:
+        self._cut_off = True
+
+    def _come_back(self, store: LastingStore) -> None:
+        """Find out whether another coordinator has taken over; who is cut off from one that still leads must end.
+
+        Raises:
+            StoreError: no coordinator is there, or this one has given the agent up.
+        """
+        was_cut_off = self._cut_off
+        if was_cut_off:
+            store.check(keys.RUN)  # which asks the one that leads now
+        term = store.term
+        if term is None or self._term is None or term == self._term:
+            if was_cut_off:
+                raise StoreError("it closed the liveness connection")
+            return
+        if self._liveness is not None:
+            self._liveness.close()
+        self._cut_off = False
+        try:
+            self._liveness = self._introduce(store, self._mark_cut_off, True)
+        except (StoreError, TimeoutError):
+            # That one may be lost, too, by now.
+            self._cut_off, self._failed = True, self._failed + 1
+            if self._failed > MOST_RETURNS:
+                raise
+            time.sleep(SLICE_S)
+            return
+        self._term, self._failed = term, 0
+        self._letters.put(NOTHING)
+
     def _listen(self) -> None:
         try:
-            notices = NoticeReader(self._connect(), f"agent {self.name}", END_READ_S)
+            store = self._connect()
+            notices = NoticeReader(store, f"agent {self.name}", END_READ_S)
+            if isinstance(store, LastingStore):
+                store.follow(lambda successor: notices.begin_again())
             while not self._closed:
                 notice = notices.next(SLICE_S)
                 if notice is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_resihp.control import linux
 from megatron_resihp.control.node.absences import Page, Watch
@@ -17,6 +17,7 @@ from megatron_resihp.control.node.environment import ABSENCES_FD, JobEnvironment
 from megatron_resihp.control.node.orphan_reaper import OrphanReaper
 from megatron_resihp.control.node.output import Outputs
 from megatron_resihp.control.node.spawn import Spawn, WorkerSpec
+from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.liveness import Watcher
 from megatron_resihp.control.transport.shipping import Relay
 
@@ -63,6 +64,10 @@ class Starter:
         self._watcher = watcher
         self._relay = relay
         self._reaper = reaper
+
+    def store_is_at(self, address: Address) -> None:
+        """Workers that are started from now on find the store there. From any thread."""
+        self._environment = replace(self._environment, store=address)
 
     @property
     def slots(self) -> int:

@@ -2,7 +2,8 @@
 """A connection to the store that is opened anew where it was lost.
 
 A network may drop a connection without a word; the kernel finds out (`store.keep_alive`), and what was asked for is
-asked again. The server may be gone instead: then no process listens there, and the loss is final.
+asked again. The server may be gone instead: then no process listens there, and the loss is final, unless another
+coordinator may take the place of the one that was lost (`leaders`).
 May import: the standard library and this package's modules.
 """
 
@@ -17,6 +18,7 @@ from typing import Final
 from megatron_resihp.control import keys
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.gate import RefusedSecretError
+from megatron_resihp.control.transport.leaders import LEADERLESS_S, Leaders
 from megatron_resihp.control.transport.secret import Secret
 from megatron_resihp.control.transport.store import StoreError
 from megatron_resihp.control.transport.store_client import StoreClient, connect
@@ -73,8 +75,56 @@ class _Reopened:
                     raise loss from None
 
 
+class _Followed(_Reopened):
+    """As `_Reopened`, where another coordinator may take the place of a lost one.
+
+    Attributes:
+        term: of the coordinator whose store it is.
+        on_successor: called with a connection to the store of another coordinator, before anything else is asked there.
+    """
+
+    def __init__(self, store: StoreClient, run: str, leaders: Leaders) -> None:
+        super().__init__(store, run)
+        self._leaders = leaders
+        self.term = _term_of(store)
+        self.on_successor: Callable[[StoreClient], None] = lambda store: None
+
+    def leave(self, term: int) -> None:
+        """Another coordinator leads: go to that one's store."""
+        if self.term < term:
+            left, self.store = self.store, self._reopened(StoreError(f"the store at {self.store.address} is left"))
+            left.close()
+
+    def _reopened(self, loss: StoreError) -> StoreClient:
+        deadline, used = time.monotonic() + LEADERLESS_S, self.store
+        while not used.connection.closed and time.monotonic() < deadline:
+            try:
+                store = connect(used.address, used.connection.secret, ATTEMPT_S, self._leaders)
+                if self._is_met(store):
+                    print(f"resihp: {loss}; it is open again, at {store.address}", file=sys.stderr, flush=True)
+                    return store
+                store.close()
+            except (StoreError, TimeoutError):
+                pass
+            time.sleep(REFUSED_S)
+        raise StoreError(f"{loss}, and no other coordinator has come within {LEADERLESS_S:g} s") from loss
+
+    def _is_met(self, store: StoreClient) -> bool:
+        """Whether it is the store of this run's coordinator, or of a later one."""
+        if store.get(keys.RUN, READ_S) != self._run or (term := _term_of(store)) < self.term:
+            return False
+        if term > self.term:
+            self.on_successor(store)
+            self.term = term
+        return True
+
+
+def _term_of(store: StoreClient) -> int:
+    return int(store.get(keys.TERM, READ_S))
+
+
 class LastingStore:
-    """A `Store` that outlives its connection.
+    """A `Store` that outlives its connection and, where its connection knows `leaders`, its server.
 
     After a loss, calls that have no second effect are made again. Messages are pushed again too, and have an id of
     their own for that. `add` raises StoreError.
@@ -91,11 +141,28 @@ class LastingStore:
     def __init__(self, store: StoreClient, run: str | None = None) -> None:
         self.run = store.get(keys.RUN, READ_S) if run is None else run
         self.secret: Secret = store.connection.secret
-        self._way = _Reopened(store, self.run)
+        self.leaders = store.connection.leaders
+        self._way = _Reopened(store, self.run) if self.leaders is None else _Followed(store, self.run, self.leaders)
 
     @property
     def address(self) -> Address:
         return self._way.store.address
+
+    @property
+    def term(self) -> int | None:
+        """Of the coordinator whose store it is; None: no other may follow."""
+        return self._way.term if isinstance(self._way, _Followed) else None
+
+    def follow(self, on_successor: Callable[[StoreClient], None]) -> None:
+        """Have this called with a connection to the store of a later coordinator, before anything else is asked there;
+        never, where none may follow."""
+        if isinstance(self._way, _Followed):
+            self._way.on_successor = on_successor
+
+    def leave(self, term: int) -> None:
+        """Go on at the store of the coordinator of this term, or a later one, if this is one's before."""
+        if isinstance(self._way, _Followed):
+            self._way.leave(term)
 
     def set(self, key: str, value: str) -> None:
         self._way.again(lambda store: store.set(key, value))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import selectors
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Final
 
@@ -47,14 +47,18 @@ class NodeWatcher:
         size: of the job.
         timeout_s: of heartbeats.
         connect_by: when, in the time that `look` is given, the nodes that begin the job must have connected.
+        returning: nodes that must come back by then from a coordinator that was lost; None: the job begins.
     """
 
     def __init__(
-        self, listener: socket.socket, secret: Secret, size: JobSize, timeout_s: float, connect_by: float
-    ) -> None:
+        self, listener: socket.socket, secret: Secret, size: JobSize, timeout_s: float, connect_by: float,
+        returning: Collection[int] | None = None,
+    ) -> None:  # fmt: skip
         self._gate = Gate(listener, secret, PURPOSE, LARGEST)
+        self._size = size
         self._others = set(range(size.most_nodes)) - size.head
-        self._awaited = set(range(size.nodes)) - size.head
+        self._returning = set(returning or ())
+        self._awaited = set(range(size.nodes) if returning is None else returning) - size.head
         self._connect_by = connect_by
         self._absence = Absence(timeout_s / 2)
         self._watcher = Watcher(timeout_s)
@@ -83,8 +87,10 @@ class NodeWatcher:
                 losses.append(NodeLoss(finding.name, "connection lost"))
         self._connect_by += self._absence.before(now)
         if now > self._connect_by:
-            losses += [NodeLoss(node, "did not connect") for node in sorted(self._awaited)]
+            late = "did not connect to the coordinator that has taken over" if self._returning else "did not connect"
+            losses += [NodeLoss(node, late) for node in sorted(self._awaited)]
             self._awaited.clear()
+            self._returning.clear()
         return losses
 
     def close(self) -> None:
@@ -93,11 +99,24 @@ class NodeWatcher:
         self._gate.close()
 
     def _let_in(self, sock: socket.socket, session: Session) -> None:
-        if session.who not in self._others or session.who in self._watcher.names:
+        node, comes_back = _read_who(session.who, self._size)
+        # Once it was given up for not coming back, another may have its rank.
+        if node not in self._others or node in self._watcher.names or comes_back != (node in self._returning):
             sock.close()
             return
-        self._awaited.discard(session.who)
-        self._watcher.add(session.who, sock, session.feed)
+        self._awaited.discard(node)
+        self._returning.discard(node)
+        self._watcher.add(node, sock, session.feed)
+
+
+def _who(node: int, size: JobSize, comes_back: bool) -> int:
+    """How an agent introduces itself."""
+    return node + size.most_nodes if comes_back else node
+
+
+def _read_who(who: int, size: JobSize) -> tuple[int, bool]:
+    """The node of an agent, and whether it comes back from a coordinator that was lost."""
+    return (who - size.most_nodes, True) if who >= size.most_nodes else (who, False)
 
 
 @dataclass(frozen=True)
@@ -108,8 +127,18 @@ class Meeting:
     records: Address
 
 
-def publish(store: Store, size: JobSize, meeting: Meeting | None) -> None:
-    """The coordinator's part of `join`."""
+def publish(store: Store, size: JobSize, meeting: Meeting | None, term: int | None = None, began: bool = False) -> None:
+    """The coordinator's part of `join`.
+
+    Args:
+        term: of this coordinator, if another may take its place.
+        began: all nodes that begin the job have joined it, under a coordinator that was lost.
+    """
+    if began:
+        for node in range(size.nodes):
+            store.set(_first_worker(size.slots_on(node)[0]), "1")
+    if term is not None:
+        store.set(keys.TERM, str(term))
     if size.apart:
         store.set(APART_KEY, "yes")  # before the size, for which the others wait
     store.set(SIZE_KEY, str(size))
@@ -146,9 +175,16 @@ def join(store: Store, joining: Joining, on_lost: Callable[[], None]) -> Livenes
     check_size(store, joining.node, joining.size)
     if store.add(_first_worker(joining.first_worker), 1) > 1:
         raise StoreError(joined_already(joining.node))
+    return come_back(store, joining, on_lost, comes_back=False)
+
+
+def come_back(
+    store: Store, joining: Joining, on_lost: Callable[[], None], comes_back: bool = True
+) -> LivenessConnection:  # fmt: skip
+    """Open a liveness connection to a coordinator that has taken over; StoreError says why that can't be."""
     address = parse_address(store.get(keys.LIVENESS_ADDRESS, ANSWER_S))
     try:
-        sock, session = _connect(address, joining)
+        sock, session = _connect(address, joining, comes_back)
         return LivenessConnection(sock, joining.period_s, on_lost, session.seal)
     except OSError as error:
         what = error.strerror or error
@@ -167,6 +203,11 @@ def is_apart(store: Store) -> bool:
     return store.check(APART_KEY)
 
 
+def is_led_on(store: Store) -> bool:
+    """Whether another coordinator may take the place of this store's; to be asked for after `check_size`."""
+    return store.check(keys.TERM)
+
+
 def has_joined(store: Store, node: int, size: JobSize) -> bool:
     """Whether a node of this rank has joined, of those that begin the job."""
     return node < size.nodes and store.check(_first_worker(size.slots_on(node)[0]))
@@ -181,8 +222,9 @@ def _first_worker(worker: int) -> str:
     return f"launch/first_worker/{worker}"
 
 
-def _connect(address: Address, joining: Joining) -> tuple[socket.socket, Session]:
-    sock, session = enter(address, joining.secret, PURPOSE, LARGEST, joining.timeout_s, joining.node)
+def _connect(address: Address, joining: Joining, comes_back: bool) -> tuple[socket.socket, Session]:
+    who = _who(joining.node, joining.size, comes_back)
+    sock, session = enter(address, joining.secret, PURPOSE, LARGEST, joining.timeout_s, who)
     # Without it, beats to a machine that is gone are resent for a quarter of an hour.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(joining.timeout_s * 1000))
     return sock, session

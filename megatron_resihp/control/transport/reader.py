@@ -60,6 +60,11 @@ class NoticeReader:
         self._read_s = read_s
         self._number = 0
         self._silent_s = 0.0
+        self._begun_again = False
+
+    def begin_again(self) -> None:
+        """Go back to the first notice, as another store holds them now: what has been heard is heard twice."""
+        self._begun_again = True
 
     def next(self, wait_s: float) -> Notice | None:
         """The next notice, if it comes in time; None may also mean that one was dropped or is forgotten.
@@ -67,6 +72,8 @@ class NoticeReader:
         Raises:
             StoreError, TimeoutError: the coordinator is lost.
         """
+        if self._begun_again:
+            self._number, self._begun_again = 0, False
         key = keys.notice_key(self._number)
         if not self._store.wait(key, wait_s):
             self._silent_s += wait_s
@@ -76,6 +83,8 @@ class NoticeReader:
         self._silent_s = 0.0
         text = self._text(key)
         if text is None:
+            return None
+        if self._begun_again:
             return None
         notice = self._reader.read(text)
         self._number = notice.next if isinstance(notice, NoticesForgotten) else self._number + 1

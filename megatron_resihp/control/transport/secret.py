@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,8 +52,14 @@ def fresh_secret() -> Secret:
 
 
 @contextmanager
-def published_secret(run_dir: Path) -> Iterator[Secret]:
+def published_secret(
+    run_dir: Path, holds: Callable[[], bool] = lambda: True, before: Secret | None = None
+) -> Iterator[Secret]:  # fmt: skip
     """A new secret, in the run directory for as long as the job runs; the user's, if the environment has one.
+
+    Args:
+        holds: whether the job is still this process's; then it removes the file in the end.
+        before: the secret of a job that runs; None: it begins.
 
     Raises:
         OSError: the directory can't be written.
@@ -66,14 +72,15 @@ def published_secret(run_dir: Path) -> Iterator[Secret]:
         path.unlink(missing_ok=True)
         yield given
         return
-    made = fresh_secret()
-    _write(path, made.text)
+    made = before or fresh_secret()
+    if before is None:
+        _write(path, made.text)
     try:
         yield Secret(made.text, str(path))
     finally:
         # A job that believed this one to be dead may have the directory by now.
         with suppress(OSError):
-            if path.read_text().strip() == made.text:
+            if path.read_text().strip() == made.text and holds():
                 path.unlink()
 
 

@@ -211,23 +211,38 @@ class Inbox:
 
 
 class Uplink:
-    """Another node's way to the coordinator: connects when the address is known; one failure ends it for good."""
+    """Another node's way to the coordinator: connects when the address is known; one failure ends it for good.
 
-    def __init__(self, secret: Secret) -> None:
+    Args:
+        led_on: another coordinator may come, so that after a failure its address is waited for.
+    """
+
+    def __init__(self, secret: Secret, led_on: bool = False) -> None:
         self._secret = secret
+        self._led_on = led_on
         self._address: queue.SimpleQueue[Address | None] = queue.SimpleQueue()
         self._socket: socket.socket | None = None
         self._session: Session | None = None
         self._closed = False
 
     def connect(self, address: Address) -> None:
-        """Where node 0's relay listens; told once."""
+        """Where the coordinator's relay listens; told once of each."""
         self._address.put(address)
+        self._hang_up()
 
     def deliver(self, message: bytes) -> bool:
-        """Send a message, waiting as long as the coordinator takes; False once that has failed."""
-        if self._closed:
-            return False
+        """Send a message, waiting as long as the coordinator takes; False once that has failed for good."""
+        while not self._closed:
+            if self._sent(message):
+                return True
+            if not self._led_on:
+                self._closed = True
+            if self._socket is not None:
+                self._socket.close()
+            self._socket = self._session = None
+        return False
+
+    def _sent(self, message: bytes) -> bool:
         try:
             if self._socket is None or self._session is None:
                 address = self._address.get()
@@ -238,15 +253,18 @@ class Uplink:
             self._socket.sendall(self._session.seal(message))
             return True
         except (OSError, StoreError):
-            self._closed = True
             return False
 
     def close(self) -> None:
         """Make a thread that waits in `deliver` return."""
         self._closed = True
         self._address.put(None)
-        if self._socket is not None:
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        sock = self._socket
+        if sock is not None:
             try:
-                self._socket.shutdown(socket.SHUT_RDWR)
+                sock.shutdown(socket.SHUT_RDWR)
             except OSError:
                 pass

@@ -9,6 +9,8 @@ from typing import Final
 
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.gate import enter
+from megatron_resihp.control.transport.leaders import ANSWER_S as LED_ANSWER_S
+from megatron_resihp.control.transport.leaders import Leaders
 from megatron_resihp.control.transport.secret import Secret
 from megatron_resihp.control.transport.secure import ForgedError, Session
 from megatron_resihp.control.transport.store import PROBE_PERIOD_S, StoreError, keep_alive
@@ -36,11 +38,19 @@ READ_BYTES: Final = 1 << 18
 
 
 class Connection:
-    """One connection. It is no thread's but the caller's; whatever fails for want of the server raises StoreError."""
+    """One connection. It is no thread's but the caller's; whatever fails for want of the server raises StoreError.
 
-    def __init__(self, address: Address, secret: Secret, sock: socket.socket, session: Session) -> None:
+    Args:
+        leaders: tell where the store is once this one's server is lost; None: nowhere.
+    """
+
+    def __init__(
+        self, address: Address, secret: Secret, sock: socket.socket, session: Session, leaders: Leaders | None = None
+    ) -> None:
         self.address = address
         self.secret = secret
+        self.leaders = leaders
+        self._answer_s = ANSWER_S if leaders is None else LED_ANSWER_S
         self.closed = False
         self._sock = sock
         self._session = session
@@ -58,7 +68,7 @@ class Connection:
             raise self._lost
         within_s = min(max(within_s, 0.0), LONGEST_WAIT_S)
         try:
-            self._sock.settimeout(within_s + ANSWER_S)
+            self._sock.settimeout(within_s + self._answer_s)
             self._sock.sendall(self._session.seal(write_request(Request(op, fields, within_s))))
             reply = self._receive()
         except (OSError, ForgedError, MalformedRequestError) as error:
@@ -147,19 +157,24 @@ class StoreClient:
         self.connection.ask(Op.DELETE_ALL, beginning.encode())
 
     def clone(self) -> StoreClient:
-        return connect(self.address, self.connection.secret, CLONE_TIMEOUT_S)
+        return connect(self.address, self.connection.secret, CLONE_TIMEOUT_S, self.connection.leaders)
 
     def close(self) -> None:
         self.connection.close()
 
 
-def connect(address: Address, secret: Secret, timeout_s: float) -> StoreClient:
+def connect(address: Address, secret: Secret, timeout_s: float, leaders: Leaders | None = None) -> StoreClient:
     """Connect to a store, waiting for it to be served; StoreError when it cannot be reached in time."""
-    return StoreClient(open_connection(address, secret, timeout_s))
+    return StoreClient(open_connection(address, secret, timeout_s, leaders))
 
 
-def open_connection(address: Address, secret: Secret, timeout_s: float) -> Connection:
+def open_connection(
+    address: Address, secret: Secret, timeout_s: float, leaders: Leaders | None = None
+) -> Connection:  # fmt: skip
     """As `connect`.
+
+    Args:
+        leaders: tell where the store is now, if it is not at the address any more.
 
     Raises:
         RefusedSecretError: another job answers there.
@@ -169,9 +184,10 @@ def open_connection(address: Address, secret: Secret, timeout_s: float) -> Conne
     while True:
         remaining = deadline - time.monotonic()
         try:
-            sock, session = enter(address, secret, PURPOSE, LARGEST, min(max(remaining, PROBE_PERIOD_S), ATTEMPT_S))
+            at = (leaders and leaders.address()) or address
+            sock, session = enter(at, secret, PURPOSE, LARGEST, min(max(remaining, PROBE_PERIOD_S), ATTEMPT_S))
             keep_alive(sock)
-            return Connection(address, secret, sock, session)
+            return Connection(at, secret, sock, session, leaders)
         except OSError as error:
             if deadline - time.monotonic() <= PROBE_PERIOD_S:
                 raise StoreError(f"nothing answers at {address} ({_why(error)})") from error

@@ -1,16 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's connection to the coordinator. May import `protocol`, the store and this package's errors."""
+"""A worker's connection to the coordinator. May import `protocol`, the store and this package's errors.
+
+Where another coordinator may take the place of one that is lost, it is told again what that one may not have decided
+about.
+"""
 
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Final
 
 from megatron_resihp.control import keys
+from megatron_resihp.control.transport.lasting import LastingStore
 from megatron_resihp.control.transport.store import Store, StoreError
+from megatron_resihp.control.transport.store_client import StoreClient
 from megatron_resihp.control.worker.errors import JobEnded
 from megatron_resihp.control.worker.heard import READ_S
-from megatron_resihp.protocol.messages import MESSAGES, Message
+from megatron_resihp.protocol.logs import LogPage
+from megatron_resihp.protocol.messages import MESSAGES, EventsReported, Message, StillSaving
+
+NOT_KEPT: Final = (EventsReported, StillSaving)
+"""They decide nothing, or come again."""
+PAGES_KEPT: Final = 2
+"""The last page may be lost with a coordinator, while the one before is the last that it has written."""
 
 
 class Channel:
@@ -28,6 +42,13 @@ class Channel:
         self._lose = lose
         self._lock = threading.Lock()
         self._name, self._told = secrets.token_hex(4), 0
+        self._follows = isinstance(store, LastingStore) and store.term is not None
+        self._kept: list[str] = []
+        """Messages that may have been lost with a coordinator, each of which a later one folds once."""
+        self._pages: deque[str] = deque(maxlen=PAGES_KEPT)
+        self._standing: dict[str, str] = {}
+        if isinstance(store, LastingStore):
+            store.follow(self._tell_again)
 
     @contextmanager
     def _connection(self) -> Iterator[Store]:
@@ -42,6 +63,34 @@ class Channel:
         with self._connection() as store:
             self._told += 1
             text = MESSAGES.write(message, f"worker {self._worker}", f"{self._name}.{self._told}")
+            if self._follows and isinstance(message, LogPage):
+                self._pages.append(text)
+            elif self._follows and not isinstance(message, NOT_KEPT):
+                self._kept.append(text)
+            store.push(keys.INBOX, text)
+
+    def heard_of_all(self) -> None:
+        """What the coordinator has just said shows that it has decided about all that was told before."""
+        self._kept.clear()
+
+    def stand(self, values: Mapping[str, str]) -> None:
+        """What others look up in the store, and is put into that of each later coordinator."""
+        self._standing.update(values)
+
+    def leave(self, term: int) -> None:
+        """Another coordinator leads, of this term: tell that one what may have been lost.
+
+        Raises:
+            JobEnded: it is gone, too.
+        """
+        with self._connection() as store:
+            if isinstance(store, LastingStore):
+                store.leave(term)
+
+    def _tell_again(self, store: StoreClient) -> None:
+        for key, value in self._standing.items():
+            store.set_once(key, value)
+        for text in (*self._pages, *self._kept):
             store.push(keys.INBOX, text)
 
     def count(self, name: str) -> int:

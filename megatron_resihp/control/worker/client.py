@@ -58,13 +58,14 @@ class WorkerControl:
         self.worker = worker
         self.members: tuple[int, ...] = ()
         self.peer_ports: set[int] = set()
-        if door is not None:
-            store.set(f"{keys.KNOCK_AT}{worker}", str(door))
         self.heard = Heard(worker, on_broken, epoch)
         self.channel = Channel(store, worker, self.heard.lose)
+        if door is not None:
+            store.set(f"{keys.KNOCK_AT}{worker}", str(door))
+            self.channel.stand({f"{keys.KNOCK_AT}{worker}": str(door)})
         self.doors = Doors(self.channel, worker)
         self._unreachable: list[int] = []
-        self._listener = Listener(store.clone(), worker, self.heard)
+        self._listener = Listener(store.clone(), worker, self.heard, self.channel.leave)
 
     @property
     def epoch(self) -> int:
@@ -150,6 +151,7 @@ class WorkerControl:
                 raise JobEnded(exit_codes.FENCED, "this worker was given up for dead and is fenced")
             self.members = decision.plan.members
         self.heard.epoch = epoch
+        self.channel.heard_of_all()
         return decision
 
     def check_reach(self, plan: ParallelPlan) -> None:
@@ -177,6 +179,7 @@ class WorkerControl:
         """
         self.tell(Ready(self.worker, self.epoch, digests, tuple(ports), bytes_received, steps_redone))
         self.peer_ports = set(GO.read(self._await_go()).body.ports)
+        self.channel.heard_of_all()
 
     def _await_go(self) -> str:
         """Wait for Go, which holds for all members or for none: others may have given up what they held before."""

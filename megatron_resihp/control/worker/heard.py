@@ -12,6 +12,7 @@ from typing import Final
 
 from megatron_resihp.control import exit_codes
 from megatron_resihp.control.slowness import Slowness
+from megatron_resihp.control.transport.lasting import LastingStore
 from megatron_resihp.control.transport.reader import NoticeReader
 from megatron_resihp.control.transport.store import Store, StoreError
 from megatron_resihp.control.worker.errors import CoordinatorLost, EpochBroken, JobEnded
@@ -37,6 +38,8 @@ NO_EPOCH: Final = -1
 """The epoch of a worker that was started anew, until a plan has it in it."""
 NOTICE_S: Final = 10.0
 """How often the listening thread asks again, whatever the connection's state."""
+LED_S: Final = 1.0
+"""Likewise where another coordinator may come: no other thread may notice that."""
 READ_S: Final = 60.0
 """For a value that is there: it comes at once, or as soon as the coordinator gets its share of a busy machine."""
 
@@ -242,18 +245,36 @@ class Listener:
 
     Args:
         store: a connection of its own.
+        leave: called with the term of a coordinator that has taken the place of the last one; may raise JobEnded.
     """
 
-    def __init__(self, store: Store, worker: int, heard: Heard) -> None:
+    def __init__(
+        self, store: Store, worker: int, heard: Heard, leave: Callable[[int], None] = lambda term: None
+    ) -> None:  # fmt: skip
+        self._store = store
         self._notices = NoticeReader(store, f"worker {worker}", READ_S)
         self._heard = heard
+        self._leave = leave
+        if isinstance(store, LastingStore):
+            store.follow(lambda successor: self._notices.begin_again())
         threading.Thread(target=self._listen, name="resihp-notices", daemon=True).start()
 
     def _listen(self) -> None:
+        term = self._term
         try:
             while True:
-                notice = self._notices.next(NOTICE_S)
+                notice = self._notices.next(NOTICE_S if term is None else LED_S)
+                if term is not None and (now := self._term) is not None and now > term:
+                    term = now
+                    self._leave(term)
                 if notice is not None:
                     self._heard.hear(notice)
         except (StoreError, TimeoutError) as error:
             self._heard.lose(str(error))
+        except JobEnded:
+            pass  # it is told
+
+    @property
+    def _term(self) -> int | None:
+        """Of the coordinator that is heard; None: no other may come."""
+        return self._store.term if isinstance(self._store, LastingStore) else None

@@ -58,10 +58,14 @@ def check_in(store: Store, own: Identity, joining: bool) -> Settings:
     """
     text = json.dumps(asdict(own), sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    job = store.set_once(keys.IDENTITY, digest)
-    # One of thousands of like workers writes it.
-    if store.add(f"{keys.IDENTITY}/{digest}/workers", 1) == 1:
-        store.set(f"{keys.IDENTITY}/{digest}", text)
+    if joining:
+        # Which is there, or comes with the first worker that finds a coordinator which has taken over.
+        job = store.get(keys.IDENTITY, READ_S)
+    else:
+        job = store.set_once(keys.IDENTITY, digest)
+        # One of thousands of like workers writes it.
+        if store.add(f"{keys.IDENTITY}/{digest}/workers", 1) == 1:
+            store.set(f"{keys.IDENTITY}/{digest}", text)
     if job == digest:
         return own.in_step
     told = Identity(**json.loads(store.get(f"{keys.IDENTITY}/{job}", READ_S)))
@@ -76,6 +80,16 @@ def check_in(store: Store, own: Identity, joining: bool) -> Settings:
             "the job was started with"
         )
     return told.in_step
+
+
+def identity_of_job(store: Store) -> dict[str, str]:
+    """What is in the store of what the job's first worker was started with; to be asked for after `check_in`.
+
+    Raises:
+        TimeoutError: that one died before it had written it.
+    """
+    job = store.get(keys.IDENTITY, READ_S)
+    return {f"{keys.IDENTITY}/{job}": store.get(f"{keys.IDENTITY}/{job}", READ_S), keys.IDENTITY: job}
 
 
 def differences(own: Settings, job: Settings) -> list[str]:

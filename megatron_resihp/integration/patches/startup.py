@@ -25,6 +25,7 @@ from megatron.training.vocab_utils import calculate_padded_vocab_size
 from megatron_resihp import cpu
 from megatron_resihp.config import ResihpConfig
 from megatron_resihp.control.commands.interface import GLOO
+from megatron_resihp.control.node import environment
 from megatron_resihp.control.node.absences import Seen
 from megatron_resihp.control.node.environment import ABSENCES_FD, SLOTS
 from megatron_resihp.control.transport.address import parse_address
@@ -34,7 +35,7 @@ from megatron_resihp.control.transport.shipping import Outbox
 from megatron_resihp.control.transport.store_client import connect, open_connection
 from megatron_resihp.control.worker.client import WorkerControl
 from megatron_resihp.control.worker.heard import NO_EPOCH
-from megatron_resihp.control.worker.identity import Identity, check_in
+from megatron_resihp.control.worker.identity import Identity, check_in, identity_of_job
 from megatron_resihp.control.worker.own_address import own_address
 from megatron_resihp.control.worker.reach import Door
 from megatron_resihp.cost.arguments import ARGUMENTS
@@ -87,7 +88,8 @@ def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Ca
     Raises:
         UnlikeError: it was started otherwise than the job.
     """
-    store = LastingStore(connect(parse_address(os.environ["RESIHP_STORE"]), own_secret(), CONNECT_TIMEOUT_S))
+    at, leaders = parse_address(os.environ["RESIHP_STORE"]), environment.leaders()
+    store = LastingStore(connect(at, own_secret(), CONNECT_TIMEOUT_S, leaders))
     worker = int(os.environ["RESIHP_WORKER"])
     joining = is_joining()
     for name, value in check_in(store, identify(), joining).items():
@@ -101,9 +103,11 @@ def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Ca
 
     door = Door(own_address(store.address.host, os.environ.get(GLOO))).address
     control = WorkerControl(store, worker, abort, NO_EPOCH if joining else 0, door)
+    if leaders is not None:
+        control.channel.stand(identity_of_job(store))
 
     def open_store() -> dist.Store:
-        return ControlStore(open_connection(store.address, store.secret, REOPEN_S))
+        return ControlStore(open_connection(store.address, store.secret, REOPEN_S, leaders))
 
     communicators.append(Communicators(open_store(), worker, control.heard.broken, reopen=open_store))
     ReachWatch(communicators[0].waiter.longest_s, control, lambda: one_of_each_node(control.members, worker)).begin()

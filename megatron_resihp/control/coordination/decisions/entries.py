@@ -40,7 +40,14 @@ class CoordinatorFailed:
     unpublished: bool
 
 
-Fed = Input | Passed | CoordinatorFailed
+@dataclass(frozen=True)
+class TakenOver:
+    """Another coordinator goes on in the place of one that was lost; as of `Membership.take_over`."""
+
+    by: str
+
+
+Fed = Input | Passed | CoordinatorFailed | TakenOver
 """What the state machine is fed."""
 
 
@@ -96,11 +103,13 @@ class Began:
 
     Attributes:
         version: of this package.
+        run: a token that this run alone has; see `keys.RUN`.
     """
 
     version: str
     size: JobSize
     limits: Limits
+    run: str = omitted_if("")
 
 
 @dataclass(frozen=True)
@@ -111,6 +120,7 @@ class Step:
         number: from 1, of this run's steps.
         now: Unix time.
         fed: what.
+        letter: the id of the letter that brought it, by which a later coordinator knows the letter if it comes again.
         reached: the last iteration that had been finished before, if that was not said yet.
         page: up to which page Megatron's log had come before, likewise.
         answers: of the planner, in the order in which it was asked.
@@ -121,7 +131,8 @@ class Step:
 
     number: int
     now: float
-    fed: Annotated[Fed, _one_of(*get_args(Input), Passed, CoordinatorFailed)]
+    fed: Annotated[Fed, _one_of(*get_args(Input), Passed, CoordinatorFailed, TakenOver)]
+    letter: str | None = omitted_if(None)
     reached: int | None = omitted_if(None)
     page: Place | None = omitted_if(None)
     answers: tuple[Annotated[PlannerSaid, _one_of(Found, NotFound)], ...] = omitted_if(())

@@ -7,6 +7,7 @@ May import `plan`, `planner`, `protocol`, `events` and this package's modules.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Self
 
 from megatron_resihp.control.coordination.actions import Action, Limits
 from megatron_resihp.control.coordination.decisions.entries import (
@@ -19,9 +20,11 @@ from megatron_resihp.control.coordination.decisions.entries import (
     Passed,
     PlannerSaid,
     Step,
+    TakenOver,
     digest_of,
     names_of,
 )
+from megatron_resihp.control.coordination.decisions.replay import Replay, feed, told
 from megatron_resihp.control.coordination.state_machine.membership import Input, Membership
 from megatron_resihp.control.coordination.state_machine.state import State
 from megatron_resihp.control.job_size import JobSize
@@ -43,6 +46,7 @@ class Recorded:
 
     Args:
         write: takes what happened, in its order; may raise UnrecordedError.
+        run: the run's token.
     """
 
     def __init__(
@@ -51,26 +55,44 @@ class Recorded:
         limits: Limits | None = None,
         next_plan: NextPlan = uniform_or_less,
         write: Callable[[Entry], None] = lambda entry: None,
+        run: str = "",
     ) -> None:
-        self._membership = Membership(size, limits, self._plan)
+        self._go_on(Membership(size, limits, self._plan), 0, next_plan, write)
+        write(Began(__version__, size, self.state.limits, run))
+
+    @classmethod
+    def after(cls, replay: Replay, next_plan: NextPlan, write: Callable[[Entry], None]) -> Self:
+        """The state machine that has folded a log, and goes on where that ends."""
+        going_on = cls.__new__(cls)
+        going_on._go_on(replay.membership, replay.steps, next_plan, write)
+        replay.planner = going_on._plan
+        return going_on
+
+    def _go_on(
+        self, membership: Membership, number: int, next_plan: NextPlan, write: Callable[[Entry], None]
+    ) -> None:  # fmt: skip
+        self._membership = membership
+        self._number = number
         self._next_plan = next_plan
         self._write = write
-        self._number = 0
         self._answers: list[PlannerSaid] = []
         job = self.state.job
         self._reached, self._page = job.reached, job.pages.last
-        write(Began(__version__, size, self.state.limits))
 
     @property
     def state(self) -> State:
         """What it knows; only to be read."""
         return self._membership.state
 
-    def handle(self, message: Input, now: float) -> list[Action]:
-        """React to one message. A page of the log decides nothing: where it belongs is noted with the next step."""
+    def handle(self, message: Input, now: float, letter: str | None = None) -> list[Action]:
+        """React to one message. A page of the log decides nothing: where it belongs is noted with the next step.
+
+        Args:
+            letter: the id of what brought it.
+        """
         if isinstance(message, LogPage):
             return self._membership.handle(message, now)
-        return self._step(message, now)
+        return self._step(message, now, letter)
 
     def tick(self, passed_s: float, now: float) -> list[Action]:
         """Time has passed; what nothing waits for is not noted."""
@@ -84,26 +106,30 @@ class Recorded:
         """Have survivors save what they hold, and end the job."""
         return self._step(CoordinatorFailed(reason, unpublished), now)
 
-    def _step(self, fed: Fed, now: float) -> list[Action]:
+    def take_over(self, by: str, now: float) -> list[Action]:
+        """Go on in the place of a coordinator that was lost."""
+        return self._step(TakenOver(by), now)
+
+    def _step(self, fed: Fed, now: float, letter: str | None = None) -> list[Action]:
         job, self._answers = self.state.job, []
         reached = job.reached if job.reached != self._reached else None
         page = job.pages.last if job.pages.last != self._page else None
         try:
             actions = feed(self._membership, fed, now)
         except Exception as error:
-            self._note(fed, now, reached, page, [], told(error))
+            self._note(fed, now, letter, reached, page, [], told(error))
             raise
-        self._note(fed, now, reached, page, actions)
+        self._note(fed, now, letter, reached, page, actions)
         return actions
 
     def _note(
-        self, fed: Fed, now: float, reached: int | None, page: Place | None, actions: list[Action],
-        error: str | None = None,
+        self, fed: Fed, now: float, letter: str | None, reached: int | None, page: Place | None,
+        actions: list[Action], error: str | None = None,
     ) -> None:  # fmt: skip
         self._number += 1
         self._reached, self._page = self.state.job.reached, self.state.job.pages.last
         answers, names, digest = tuple(self._answers), names_of(actions), digest_of(actions)
-        self._write(Step(self._number, now, fed, reached, page, answers, names, digest, error))
+        self._write(Step(self._number, now, fed, letter, reached, page, answers, names, digest, error))
 
     def _plan(self, survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
         try:
@@ -113,19 +139,3 @@ class Recorded:
             raise
         self._answers.append(Found(plan, tuple(events)))
         return plan, events
-
-
-def feed(membership: Membership, fed: Fed, now: float) -> list[Action]:
-    """What the state machine decides."""
-    match fed:
-        case Passed(seconds):
-            return membership.tick(seconds, now)
-        case CoordinatorFailed(reason, unpublished):
-            return membership.save_and_end(reason, now, unpublished)
-        case _:
-            return membership.handle(fed, now)
-
-
-def told(error: Exception) -> str:
-    """An error as the log has it."""
-    return f"{type(error).__name__}: {error}"

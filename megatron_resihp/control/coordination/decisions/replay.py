@@ -12,16 +12,20 @@ from collections.abc import Iterable, Iterator
 from megatron_resihp.control.coordination.actions import Action
 from megatron_resihp.control.coordination.decisions.entries import (
     Began,
+    CoordinatorFailed,
+    Fed,
     Found,
     NotFound,
+    Passed,
     PlannerSaid,
     Step,
+    TakenOver,
     digest_of,
     names_of,
 )
-from megatron_resihp.control.coordination.decisions.recorded import feed, told
 from megatron_resihp.control.coordination.state_machine.membership import Membership
 from megatron_resihp.control.replanning.inventory import Survivors
+from megatron_resihp.control.replanning.next_plan import NextPlan
 from megatron_resihp.events.event import Event
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.planner import NoPlanError
@@ -40,10 +44,14 @@ class Replay:
 
     Attributes:
         membership: in the state that the steps so far have led to.
+        steps: how many these are.
+        planner: is asked, once a run goes on where its log ends; until then the log answers.
     """
 
     def __init__(self, began: Began) -> None:
-        self.membership = Membership(began.size, began.limits, self._plan)
+        self.membership = Membership(began.size, began.limits, lambda survivors: self.planner(survivors))
+        self.steps = 0
+        self.planner: NextPlan = self._plan
         self._answers: deque[PlannerSaid] = deque()
         self._error: str | None = None
 
@@ -54,7 +62,9 @@ class Replay:
             DifferenceError: at the first one that decides otherwise than in the run.
         """
         for step in steps:
-            yield step, self._take(step)
+            actions = self._take(step)
+            self.steps = step.number
+            yield step, actions
 
     def _take(self, step: Step) -> list[Action]:
         self._answers, self._error = deque(step.answers), step.error
@@ -86,6 +96,24 @@ class Replay:
         if self._error is not None:
             raise _PlannerFailed(self._error)
         raise LookupError("the run did not ask the planner here")
+
+
+def feed(membership: Membership, fed: Fed, now: float) -> list[Action]:
+    """What the state machine decides."""
+    match fed:
+        case Passed(seconds):
+            return membership.tick(seconds, now)
+        case CoordinatorFailed(reason, unpublished):
+            return membership.save_and_end(reason, now, unpublished)
+        case TakenOver(by):
+            return membership.take_over(by, now)
+        case _:
+            return membership.handle(fed, now)
+
+
+def told(error: Exception) -> str:
+    """An error as the log has it."""
+    return f"{type(error).__name__}: {error}"
 
 
 def _at(step: Step) -> str:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The front of the state machine: messages, and waits that run out, become actions.
 
-May import `protocol` and this package's other modules.
+May import `protocol`, `events` and this package's other modules.
 """
 
+from typing import Final
+
 from megatron_resihp.control import exit_codes
-from megatron_resihp.control.coordination.actions import Action, Limits, Notify, Phase
+from megatron_resihp.control.coordination.actions import Action, Limits, Log, Notify, Phase
 from megatron_resihp.control.coordination.state_machine.agent_messages import AgentMessages
 from megatron_resihp.control.coordination.state_machine.changes import ChangesByChoice
 from megatron_resihp.control.coordination.state_machine.command_messages import CommandMessages
@@ -17,10 +19,13 @@ from megatron_resihp.control.coordination.state_machine.state import Job, State
 from megatron_resihp.control.coordination.state_machine.worker_messages import WorkerMessages
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.replanning.next_plan import NextPlan, uniform_or_less
+from megatron_resihp.events.job import CoordinatorReplaced
 from megatron_resihp.protocol.logs import Place
 from megatron_resihp.protocol.messages import SlowdownRequest, WordOfAgent, WordOfCommand, WordOfWorker
 from megatron_resihp.protocol.notices import ValidationOrder
 
+RETURN_S: Final = 60.0
+"""How much longer survivors may take to report to a coordinator that has taken over: they have to find it first."""
 Input = WordOfWorker | WordOfAgent | WordOfCommand | SlowdownRequest | ValidationOrder
 """What is decided about: messages, and the detector's order to measure, which all workers are to hear of."""
 
@@ -122,6 +127,30 @@ class Membership:
         self.state.job.progressed(iteration)
         if page is not None:
             self.state.job.pages.last = page
+
+    def take_over(self, by: str, now: float) -> list[Action]:
+        """Go on in the place of a coordinator that was lost, whose every decision this state machine knows.
+
+        What others had told it without an answer they tell again. So an epoch that is trained in goes on. One that was
+        being built can't be: where its groups were to meet is gone.
+
+        Args:
+            by: who does, in words.
+        """
+        state = self.state
+        told: list[Action] = [Log(CoordinatorReplaced(by=by))]
+        match state.phase:
+            case Phase.BUILDING:
+                told += self._epochs.break_epoch("the coordinator was lost while this epoch was built", now)
+            case Phase.REPORTING:
+                # What was asked about lost nodes is asked again, and with it begins what may be waited for.
+                state.reports.accounts.begin()
+                by_choice = state.changes.under_way is not None
+                state.left_s = state.limits.leave_s if by_choice else state.limits.report_s
+                told += self._epochs.decide(now)
+        if state.phase is Phase.REPORTING and state.left_s is not None:
+            state.left_s += RETURN_S
+        return told
 
     def save_and_end(self, reason: str, now: float, unpublished: bool = False) -> list[Action]:
         """Have survivors save what they hold, since nothing better can be done, and end the job.

@@ -135,7 +135,7 @@ def test_what_a_coordinator_of_a_later_minor_version_says_is_heard() -> None:
     store.set(keys.notice_key(0), newer(NOTICES.write(WorkersGivenUp((1,), "silent"), "the coordinator")))
     store.set(keys.END, newer(END.write(JobEnd(7, "enough", 1.0), "the coordinator")))
     given_up, heard = queue.SimpleQueue[GivenUp](), queue.SimpleQueue[Ending]()
-    agent = link.Link(lambda: store, lambda store: None, heard.put, lambda slowness: None, given_up.put)  # type: ignore[arg-type,return-value]
+    agent = link.Link(lambda: store, lambda *_: None, heard.put, lambda slowness: None, given_up.put)  # type: ignore[arg-type,return-value]
     assert given_up.get(timeout=HEARD_S).workers == {1} and heard.get(timeout=HEARD_S).code == 7
     agent.close(HEARD_S)
 
@@ -272,7 +272,7 @@ def test_an_agent_and_a_worker_hear_on_through_every_kind_of_notice_malformed(mo
     store.values = {keys.notice_key(number): text for number, text in enumerate([*bad, real])}
     store.set(keys.END, next(malformed(END, JobEnd(0, "finished", 1.0), "worker 1")))
     given_up, heard = queue.SimpleQueue[GivenUp](), queue.SimpleQueue[Ending]()
-    agent = link.Link(lambda: store, lambda store: None, heard.put, lambda slowness: None, given_up.put)  # type: ignore[arg-type,return-value]
+    agent = link.Link(lambda: store, lambda *_: None, heard.put, lambda slowness: None, given_up.put)  # type: ignore[arg-type,return-value]
     assert given_up.get(timeout=HEARD_S).workers == {1}
     assert heard.empty()
     store.set(keys.END, END.write(JobEnd(7, "enough", 1.0), "the coordinator"))

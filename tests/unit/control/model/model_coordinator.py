@@ -33,6 +33,13 @@ from megatron_resihp.protocol.published import EmergencyCheckpointOrder, EpochPl
 
 MATTERS = EpochIsBroken | JobEnds | PlanChange | WorkerDismissed | WorkersGivenUp | WorkersTakenIn
 """Notices that change what a worker of the model does."""
+
+
+class TakesOver:
+    """Stands for a message: another coordinator takes over. What is under way is told to that one."""
+
+
+TAKES_OVER = TakesOver()
 LETTER = "sent twice"
 """The id of a message that its sender sends again. Others have none, so that states merge."""
 
@@ -109,7 +116,7 @@ class CheckedCoordinator:
         self._inbox = Inbox(self._store, self._membership.state, lambda dropped: None)  # type: ignore[arg-type]
         self._numbers: dict[Hashable, int] = {}
         self._snapshots: list[_Snapshot] = []
-        self._reactions: dict[tuple[int, Frozen[Any] | None, bool], Reaction] = {}
+        self._reactions: dict[tuple[int, Frozen[Any] | TakesOver | None, bool], Reaction] = {}
         self._now = 0
         self._start(scope)
 
@@ -129,7 +136,7 @@ class CheckedCoordinator:
         """The state that it is in; only to be read."""
         return self._membership.state
 
-    def react(self, number: int, letter: Frozen[Any] | None, resent: bool = False) -> Reaction:
+    def react(self, number: int, letter: Frozen[Any] | TakesOver | None, resent: bool = False) -> Reaction:
         """What follows from a message, or from a wait that runs out.
 
         Args:
@@ -144,8 +151,10 @@ class CheckedCoordinator:
             found = self._reactions[key] = self._reaction(self._handle(letter, resent))
         return found
 
-    def _handle(self, letter: Frozen[Any] | None, resent: bool) -> list[Action]:
+    def _handle(self, letter: Frozen[Any] | TakesOver | None, resent: bool) -> list[Action]:
         membership = self._membership
+        if isinstance(letter, TakesOver):
+            return membership.take_over("another", 0.0)
         if letter is None:
             assert membership.state.left_s is not None
             return membership.tick(membership.state.left_s, 0.0)

@@ -12,7 +12,7 @@ from typing import Any
 
 import model_checks as checks
 import model_worker as does
-from model_coordinator import CheckedCoordinator, Reaction
+from model_coordinator import TAKES_OVER, CheckedCoordinator, Reaction, TakesOver
 from model_values import FINAL, GONE, Faults, Frozen, Mode, Published, Scope, Seat, Violation, Worker
 
 from megatron_resihp.control.coordination.actions import Phase
@@ -135,7 +135,7 @@ class ModelJob:
 
         return self._once(("hear", seat, published), seat, hear)
 
-    def _react(self, job: Job, letter: Frozen[Any] | None, resent: bool = False) -> Job:
+    def _react(self, job: Job, letter: Frozen[Any] | TakesOver | None, resent: bool = False) -> Job:
         """The coordinator hears something, or a wait of it runs out."""
         reaction = self.coordinator.react(job[0], letter, resent)
         job = (reaction.after, *job[1:])
@@ -295,6 +295,8 @@ class ModelJob:
             if left.errors and worker.mode in (Mode.TRAINING, Mode.FINISHING, Mode.BUILDING):
                 failed = self._do(job, index, "suspect", does.suspect)
                 yield f"a connection of worker {worker.id} fails", self._spent(failed, "errors")
+        if left.takeovers:
+            yield "another coordinator takes over", self._react(self._spent(job, "takeovers"), TAKES_OVER)
         if left.late and waits:
             yield "a wait runs out early", self._react(self._spent(job, "late"), None)
         if left.saves:

@@ -182,6 +182,7 @@ class Scope:
         saves: checkpoints that are asked for.
         partitions: nodes that are lost without a word. Where there may be any, each worker has a node of its own.
         manager: the cluster's knows that lost nodes are down.
+        takeovers: coordinators that are lost, each followed by another.
     """
 
     workers: int
@@ -197,6 +198,7 @@ class Scope:
     saves: int = 0
     partitions: int = 0
     manager: bool = False
+    takeovers: int = 0
 
 
 class Faults(NamedTuple):
@@ -211,3 +213,4 @@ class Faults(NamedTuple):
     resent: int
     saves: int
     partitions: int
+    takeovers: int

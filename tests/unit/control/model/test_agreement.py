@@ -30,6 +30,7 @@ DAILY = {
     "a death, and a message twice": Scope(2, deaths=1, saves=1, resent=1),
     "a death, and a wait that runs out": Scope(3, iterations=1, deaths=1, late=1),
     "two nodes of three are lost": Scope(3, iterations=1, partitions=2),
+    "a death, and another coordinator": Scope(2, deaths=1, takeovers=1),
 }
 NIGHTLY = {
     "two deaths": Scope(3, deaths=2),
@@ -38,6 +39,8 @@ NIGHTLY = {
     "two nodes of three are lost, and it is known": Scope(3, iterations=1, partitions=2, manager=True),
     "a death, and two nodes of three are lost": Scope(3, iterations=1, deaths=1, partitions=2),
     "a node of two is lost, and an error": Scope(2, partitions=1, errors=1),
+    "two nodes of three are lost, and another coordinator comes": Scope(3, iterations=1, partitions=2, takeovers=1),
+    "a death, one that comes back, and two coordinators more": Scope(2, deaths=1, joins=1, takeovers=2),
 }
 
 

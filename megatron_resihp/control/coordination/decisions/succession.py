@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a coordinator that takes over knows: all that the one before has decided, from its log.
+
+Pure; may import `events`, `protocol` and this package's modules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from megatron_resihp.control.coordination.actions import End, Log, Notify, Phase
+from megatron_resihp.control.coordination.decisions.reading import Decisions
+from megatron_resihp.control.coordination.decisions.replay import Replay
+from megatron_resihp.control.coordination.state_machine.state import State
+from megatron_resihp.events.epochs import EpochStarted
+from megatron_resihp.events.event import Event, stamped
+from megatron_resihp.events.job import Job, Model, RunStarted
+from megatron_resihp.events.workers import WorkerDead, WorkerWaiting
+from megatron_resihp.protocol.logs import LogsWanted
+from megatron_resihp.protocol.published import EmergencyCheckpointOrder, EpochPlan, Go
+
+Published = Notify | EpochPlan | EmergencyCheckpointOrder | Go | LogsWanted
+"""What is carried out again: it leads to the same keys in a store, and the same logs, as it did before."""
+TAKEN_OVER_IN: Final = frozenset({Phase.RUNNING, Phase.REPORTING, Phase.BUILDING})
+"""Before, workers can't be told from those of a job that never began. After, they save and end, which they can do
+alone."""
+_FACTS: Final = (Job, Model, WorkerWaiting, WorkerDead)
+"""Events that planner and detector need; of the starts of epochs, the last one."""
+
+
+@dataclass(frozen=True)
+class Succession:
+    """A log, folded.
+
+    Attributes:
+        replay: has done it.
+        decisions: the log.
+        published: in its order.
+        facts: what planner and detector have been told.
+        end: of the job, if it has ended.
+    """
+
+    replay: Replay
+    decisions: Decisions
+    published: tuple[Published, ...]
+    facts: tuple[Event, ...]
+    end: End | None = None
+
+    @property
+    def state(self) -> State:
+        return self.replay.membership.state
+
+    @property
+    def run(self) -> str:
+        """The run's token."""
+        return self.decisions.began.run
+
+    @property
+    def letters(self) -> frozenset[str]:
+        """The ids of those that have been decided about."""
+        return frozenset(step.letter for step in self.decisions.steps if step.letter is not None)
+
+    @property
+    def awaited(self) -> frozenset[int]:
+        """Nodes whose agents are to come back, as the job needs or may take in their workers."""
+        state = self.state
+        return frozenset(state.joining.node_of(worker) for worker in state.living | state.joining.waiting)
+
+
+def succession(decisions: Decisions) -> Succession:
+    """Fold a log.
+
+    Raises:
+        DifferenceError: this version decides otherwise.
+    """
+    replay = Replay(decisions.began)
+    published: list[Published] = []
+    facts: list[Event] = [_started(decisions)]
+    end: End | None = None
+    for step, actions in replay.fold(decisions.steps):
+        published += [action for action in actions if isinstance(action, Published)]
+        end = next((action for action in actions if isinstance(action, End)), end)
+        told = [action.event for action in actions if isinstance(action, Log)]
+        if any(isinstance(event, EpochStarted) for event in told):
+            facts = [event for event in facts if not isinstance(event, EpochStarted)]
+        epoch = replay.membership.state.epoch
+        facts += [stamped(event, step.now, epoch) for event in told if isinstance(event, (*_FACTS, EpochStarted))]
+    return Succession(replay, decisions, tuple(published), tuple(facts), end)
+
+
+def _started(decisions: Decisions) -> RunStarted:
+    size = decisions.began.size
+    now = decisions.steps[0].now if decisions.steps else 0.0
+    return RunStarted(
+        time=now, world_size=size.workers, nproc_per_node=size.workers_per_node, nnodes=size.nodes,
+        most_nodes=size.most_nodes,
+    )  # fmt: skip

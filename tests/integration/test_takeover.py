@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`resihp coordinator --standby`: another coordinator goes on in the place of a lost one, and training with it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from etcds import Etcd, needs_etcd
+from jobs import Jobs, check_training, tiny
+from launched import Launched, eventually
+
+from megatron_resihp.cli import main
+from megatron_resihp.control import exit_codes
+from megatron_resihp.control.commands import launcher
+from megatron_resihp.control.head.decision_logs import decisions_at
+from megatron_resihp.control.transport import lasting, store_client
+from megatron_resihp.control.transport.address import Address
+from megatron_resihp.control.transport.etcd import leadership
+from megatron_resihp.control.transport.etcd.location import Location
+
+pytestmark = [pytest.mark.nightly, needs_etcd]
+HOST = "127.0.0.1"
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
+    with closing(Etcd(tmp_path_factory.mktemp("etcd"))) as made:
+        yield made
+
+
+@pytest.fixture
+def place(etcd: Etcd, request: pytest.FixtureRequest) -> Location:
+    return etcd.location(re.sub(r"\W", "", request.node.name))
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases, and how long a coordinator may not answer."""
+    monkeypatch.setattr(leadership, "LEASE_S", 3)
+    monkeypatch.setattr(store_client, "LED_ANSWER_S", 3.0)
+
+
+def free_port() -> int:
+    with socket.create_server((HOST, 0)) as server:
+        return int(server.getsockname()[1])
+
+
+class Cluster:
+    """A coordinator, and two nodes of two tiny workers each, which train."""
+
+    def __init__(self, run_dir: Path, place: Location) -> None:
+        run_dir.mkdir()
+        self._run_dir, self._place = run_dir, place
+        self.all: list[Launched] = []
+
+    def begin(self, **of_nodes: Any) -> None:
+        self.first = self.coordinator(standby=False)
+        eventually("it has said so", lambda: "which join with" in self.first.output())
+        at = {"coordinator": self.first.options.coordinator, **of_nodes}
+        self.nodes = [self._started(node=node, **at) for node in range(2)]
+        self.first.await_event("epoch_started", epoch=0)
+
+    def coordinator(self, standby: bool = True, port: int | None = None) -> Launched:
+        at = Address(HOST, port or free_port())
+        return self._started(alone=True, standby=standby, control=self._place, coordinator=at)
+
+    def _started(self, **options: Any) -> Launched:
+        self.all.append(Launched(self._run_dir, **{"nodes": 2, "workers_per_node": 2, **options}))
+        return self.all[-1]
+
+    def lose(self) -> None:
+        """The first coordinator is killed."""
+        self.first.kill()
+
+    def finish(self, *coordinators: Launched) -> None:
+        """All that is left comes to a good end, and what was decided is whole."""
+        self.first.ask("finish")
+        for each in (*coordinators, *self.nodes):
+            assert each.end() == 0, each.output()
+        assert decisions_at(str(self._place)) == decisions_at(str(self._run_dir))
+        assert main(["replay", str(self._place)]) == 0
+        assert (self._run_dir / "exit_code").read_text() == "0\n"
+        left = {path.name for path in self._run_dir.iterdir()}
+        assert not left & {"coordinator.json", "secret"}, left
+
+
+@pytest.fixture
+def begin(tmp_path: Path, place: Location, short: None) -> Iterator[Callable[..., Cluster]]:
+    cluster = Cluster(tmp_path / "run", place)
+
+    def start(**of_nodes: Any) -> Cluster:
+        cluster.begin(**of_nodes)
+        return cluster
+
+    yield start
+    for each in cluster.all:
+        each.kill()
+
+
+def test_one_that_waits_takes_over_and_training_goes_on(begin: Callable[..., Cluster]) -> None:
+    cluster = begin()
+    standby = cluster.coordinator()
+    eventually("it waits", lambda: "resihp: waits until the coordinator of etcd://" in standby.output())
+    cluster.lose()
+    standby.await_event("coordinator_replaced", epoch=0)
+    for node in cluster.nodes:
+        eventually("it is found", lambda node=node: "has found another coordinator" in node.output())
+    assert not standby.events("epoch_broken"), "training goes on without a recovery"
+    os.kill(standby.worker_pid(3), signal.SIGKILL)
+    standby.await_event("recovery", to_epoch=1)
+    cluster.finish(standby)
+    assert [event["dead"] for event in standby.events("worker_dead")] == [3]
+
+
+def test_one_may_come_later_and_at_the_same_port(begin: Callable[..., Cluster]) -> None:
+    cluster = begin()
+    cluster.lose()
+    assert cluster.first.options.coordinator is not None
+    later = cluster.coordinator(port=cluster.first.options.coordinator.port)
+    later.await_event("coordinator_replaced")
+    cluster.finish(later)
+
+
+def test_an_epoch_that_is_being_built_is_built_again(begin: Callable[..., Cluster]) -> None:
+    cluster = begin()
+    cluster.first.ask("dawdle_0")
+    os.kill(cluster.first.worker_pid(3), signal.SIGKILL)
+    eventually("the plan is published", lambda: "EpochPlan" in (cluster.first.run_dir / "decisions.jsonl").read_text())
+    cluster.first.await_event("epoch_broken", broken_epoch=0)
+    standby = cluster.coordinator()
+    cluster.lose()
+    standby.await_event("coordinator_replaced")
+    (standby.run_dir / "dawdle_0").unlink()
+    recovery = standby.await_event("recovery")
+    assert recovery["to_epoch"] in (1, 2)
+    cluster.finish(standby)
+
+
+def test_a_death_that_nobody_was_told_of_is_told_to_the_next_one(begin: Callable[..., Cluster]) -> None:
+    cluster = begin()
+    killed = cluster.first.worker_pid(1)
+    cluster.lose()
+    os.kill(killed, signal.SIGKILL)
+    standby = cluster.coordinator()
+    standby.await_event("recovery", to_epoch=1)
+    cluster.finish(standby)
+    assert [event["dead"] for event in standby.events("worker_dead")] == [1]
+
+
+def test_a_node_that_is_lost_too_is_given_up(begin: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "LEADERLESS_S", 5.0)
+    cluster = begin()
+    cluster.lose()
+    cluster.nodes.pop(1).kill()
+    standby = cluster.coordinator()
+    deaths = [standby.await_event("worker_dead", dead=worker) for worker in (2, 3)]
+    assert {death["cause"] for death in deaths} == {
+        "node lost: did not connect to the coordinator that has taken over"
+    }  # fmt: skip
+    standby.await_event("recovery", to_epoch=1)
+    cluster.finish(standby)
+
+
+def test_workers_that_come_back_find_it(begin: Callable[..., Cluster]) -> None:
+    cluster = begin(max_restarts=1)
+    standby = cluster.coordinator()
+    cluster.lose()
+    standby.await_event("coordinator_replaced")
+    os.kill(standby.worker_pid(3), signal.SIGKILL)
+    standby.await_event("worker_waiting", waiting=7)
+    standby.await_event("epoch_started", epoch=2)
+    cluster.finish(standby)
+
+
+def test_two_are_lost_one_after_the_other(begin: Callable[..., Cluster]) -> None:
+    cluster = begin()
+    second, third = cluster.coordinator(), cluster.coordinator()
+    cluster.lose()
+    replaced = second.await_event("coordinator_replaced")
+    led, waits = (second, third) if f"process {second.pid} " in replaced["by"] else (third, second)
+    led.kill()
+    eventually("it is replaced, too", lambda: len(waits.events("coordinator_replaced")) == 2)
+    os.kill(waits.worker_pid(2), signal.SIGKILL)
+    waits.await_event("recovery", to_epoch=1)
+    cluster.finish(waits)
+
+
+def test_one_that_was_stopped_does_no_harm(begin: Callable[..., Cluster]) -> None:
+    cluster = begin()
+    standby = cluster.coordinator()
+    os.kill(cluster.first.pid, signal.SIGSTOP)
+    standby.await_event("coordinator_replaced")
+    os.kill(standby.worker_pid(3), signal.SIGKILL)
+    standby.await_event("recovery", to_epoch=1)
+    os.kill(cluster.first.pid, signal.SIGCONT)
+    assert cluster.first.end() == exit_codes.RETRY
+    assert not standby.events("run_finished") and not (standby.run_dir / "exit_code").exists()
+    os.kill(standby.worker_pid(2), signal.SIGKILL)
+    standby.await_event("recovery", to_epoch=2)
+    cluster.finish(standby)
+
+
+def test_where_none_comes_the_job_ends_as_without(
+    begin: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lasting, "LEADERLESS_S", 3.0)
+    cluster = begin()
+    cluster.lose()
+    for node in cluster.nodes:
+        assert node.end() == exit_codes.RETRY, node.output()
+        assert "and no other coordinator has come within 3 s" in node.output()
+
+
+def test_a_standby_ends_with_the_job(begin: Callable[..., Cluster]) -> None:
+    cluster = begin()
+    standby = cluster.coordinator()
+    eventually("it waits", lambda: "resihp: waits until" in standby.output())
+    cluster.finish(cluster.first)
+    assert standby.end() == 0
+    assert "the job has ended with exit code 0: finished" in standby.output()
+
+
+@pytest.mark.parametrize(("also", "dead"), [("nothing else", set()), ("node 0", {0, 1}), ("a worker before", {3})])
+def test_it_trains_what_it_would_have_trained(
+    jobs: Jobs, tmp_path: Path, place: Location, also: str, dead: set[int]
+) -> None:
+    arguments = tiny(pipeline_model_parallel_size=2, use_tp_pp_dp_mapping=True, train_iters=40)
+    reference = jobs.reference(arguments, workers=4)
+    options: dict[str, Any] = {"workers": 2, "nodes": 2, "coordinator": [HOST, free_port()]}
+    leads = {"alone": True, "control": str(place)}
+    first = jobs.start(arguments, **leads, **options)
+    jobs.nursery.serve_until(lambda: "which join with" in first.output(), first.started_at + 30.0)
+    others = []
+    for name, more in (("node0", {"node": 0}), ("node1", {"node": 1}), ("standby", {**leads, "standby": True})):
+        (tmp_path / name).symlink_to(first.run_dir)  # by this name the nursery tells it from others
+        if name == "standby":
+            options["coordinator"] = [HOST, free_port()]
+        others.append(jobs.nursery.start(tmp_path / name, arguments, **more, **options))
+    node0, node1, standby = others
+    first.await_event("iteration", iteration=3)
+    if also == "a worker before":
+        os.kill(first.worker_pids()[3], signal.SIGKILL)
+        first.await_event("epoch_broken")  # somewhere between reports and Go
+    first.kill()
+    standby.await_event("coordinator_replaced")
+    if also == "node 0":
+        there = "node 0 has found another coordinator"
+        assert jobs.nursery.serve_until(lambda: there in node0.output(), time.monotonic() + 30.0)
+        node0.kill()
+    check_training(standby.wait(), reference)
+    assert {death.worker for death in standby.summary.deaths} == dead
+    assert node1.wait().code == 0, node1.output()
+    assert main(["replay", str(standby.run_dir)]) == 0

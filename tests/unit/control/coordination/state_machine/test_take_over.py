@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a coordinator decides that goes on in the place of one that was lost."""
+
+from __future__ import annotations
+
+from test_membership import UNLIKE, Job, events, notices, only
+
+from megatron_resihp.control.coordination.actions import Action, AskDown, Phase
+from megatron_resihp.control.coordination.state_machine.membership import RETURN_S
+from megatron_resihp.protocol.messages import NodeLost
+from megatron_resihp.protocol.notices import EpochIsBroken, WorkersGivenUp
+from megatron_resihp.protocol.published import EpochPlan, Go
+
+
+def take_over(job: Job) -> list[Action]:
+    actions = job.membership.take_over("process 7 on login", job.now)
+    assert [event.by for event in events(actions, "coordinator_replaced")] == ["process 7 on login"]
+    return actions[1:]
+
+
+def test_training_goes_on() -> None:
+    job = Job().start()
+    assert take_over(job) == [] and job.state.phase is Phase.RUNNING
+    job.recover([1])
+
+
+def test_an_epoch_that_was_being_built_is_broken() -> None:
+    job = Job().start()
+    job.kill(1)
+    job.report(0, 2, 3)
+    job.ready(0)
+    assert job.state.phase is Phase.BUILDING
+    actions = take_over(job)
+    assert notices(actions) == [EpochIsBroken]
+    assert not job.state.dead.keys() - {1}, "nobody is given up"
+    job.report(*job.members)
+    assert job.ready(*job.members) and job.state.phase is Phase.RUNNING and job.state.epoch == 2
+
+
+def test_survivors_have_longer_to_report() -> None:
+    job = Job().start()
+    job.kill(1)
+    job.report(0)
+    job.wait(9.0)
+    assert take_over(job) == []
+    assert not notices(job.wait(10.0 + RETURN_S - 1.0))
+    assert notices(job.wait(1.0)) == [WorkersGivenUp]
+
+
+def test_reports_that_have_come_count() -> None:
+    job = Job().start()
+    job.kill(1)
+    job.report(0)
+    take_over(job)
+    only(EpochPlan, job.report(2, 3))
+    only(Go, job.ready(*job.members))
+
+
+def test_workers_that_leave_by_choice_have_longer_too() -> None:
+    job = Job().start()
+    job.apply(UNLIKE)
+    job.leave(0)
+    assert job.state.phase is Phase.REPORTING
+    take_over(job)
+    assert not notices(job.wait(job.state.limits.leave_s + RETURN_S - 1.0))
+    assert notices(job.wait(1.0)) == [EpochIsBroken]
+
+
+def test_what_was_asked_about_lost_nodes_is_asked_again() -> None:
+    """The answer has gone to the coordinator that was lost."""
+    job = Job(workers=6, per_node=1, pipeline=1, micro_batches=6).start()
+    for node in range(2, 6):
+        job.tell(NodeLost(node, "silent", 0.0))
+    asked = only(AskDown, job.report(0, 1))
+    assert only(AskDown, take_over(job)) == asked
+    assert job.state.left_s == job.state.limits.word_s + RETURN_S

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A coordinator that takes over from the log of one that was lost, wherever in it that one was lost."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from test_coordinator import STARTED, Played, ready, report
+
+from megatron_resihp.control import keys
+from megatron_resihp.control.coordination.coordinator import Coordinator
+from megatron_resihp.control.coordination.decisions.entries import ENTRIES, Began, Entry, Step, TakenOver
+from megatron_resihp.control.coordination.decisions.reading import Decisions
+from megatron_resihp.control.coordination.decisions.recorded import UnrecordedError
+from megatron_resihp.control.coordination.decisions.succession import TAKEN_OVER_IN, Succession, succession
+from megatron_resihp.control.coordination.state_machine.state import State
+from megatron_resihp.control.job_size import JobSize
+from megatron_resihp.events.event import Event
+from megatron_resihp.protocol.messages import Message, ProcessExited, SaveRequest, ScriptEnded, SurvivorReport
+from megatron_resihp.protocol.notices import NOTICES, EpochIsBroken
+from megatron_resihp.protocol.records import IterationPhase, Record
+from megatron_resihp.protocol.wire import Letter
+
+SIZE = JobSize(4, 1, apart=True)
+
+
+def second_report(worker: int) -> SurvivorReport:
+    record = Record(7, IterationPhase.COMPUTE, counters={n: {"iteration": n - 1} for n in (6, 7)})
+    return SurvivorReport(worker, 1, record, report(0).held)
+
+
+STORY: tuple[Message, ...] = (
+    STARTED, *(ready(worker, 0) for worker in range(4)), SaveRequest(1.0), ProcessExited(3, -9, 1.0),
+    *map(report, range(3)), *(ready(worker, 1) for worker in range(3)), SaveRequest(2.0), ProcessExited(2, -9, 2.0),
+    *map(second_report, range(2)), *(ready(worker, 2) for worker in range(2)), *map(ScriptEnded, range(2)),
+)  # fmt: skip
+"""A job of which two workers die, one after the other, and two checkpoints are asked for."""
+LETTERS = tuple(Letter("a process", message, f"letter {number}") for number, message in enumerate(STORY))
+
+
+class LostError(Exception):
+    """Stands for the death of the coordinator."""
+
+
+def coordinator(store: Played, write: Any, before: Succession | None = None, told: list[Event] | None = None) -> Any:
+    events: list[Event] = [] if told is None else told
+    return Coordinator(
+        store, events.append, SIZE, [], clock=lambda: store.now, write_decision=write, run="token", before=before,
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+def run_until(lost_at: int | None) -> tuple[list[Entry], Played]:
+    """Of a coordinator that dies when it has kept so many entries, before it carries out the last; None: it doesn't."""
+    entries: list[Entry] = []
+
+    def write(entry: Entry) -> None:
+        entries.append(entry)
+        if len(entries) == lost_at:
+            raise UnrecordedError
+
+    store = Played(*LETTERS)
+    if lost_at is None:
+        assert coordinator(store, write).run() == 0
+    else:
+        with pytest.raises(UnrecordedError):
+            coordinator(store, write).run()
+    return entries, store
+
+
+def folded(entries: Sequence[Entry]) -> Succession:
+    """As from a file."""
+    began, *steps = [ENTRIES.read(ENTRIES.write(entry, "a test")).body for entry in entries]
+    assert isinstance(began, Began) and all(isinstance(step, Step) for step in steps)
+    return succession(Decisions(began, tuple(steps)))  # type: ignore[arg-type]
+
+
+def published(store: Played) -> dict[str, str]:
+    return {key: text for key, text in store.values.items() if key != keys.END}
+
+
+def lost_at() -> Iterator[int]:
+    entries, _ = run_until(None)
+    return iter(range(2, len(entries) + 1))
+
+
+def test_the_store_is_as_it_was_wherever_the_one_before_was_lost() -> None:
+    for number in lost_at():
+        entries, store = run_until(number + 1) if number < len(run_until(None)[0]) else run_until(None)
+        again = Played()
+        coordinator(again, list[Entry]().append, folded(entries[:number])).publish_again()
+        assert published(again) == published(store), f"lost after {number} entries"
+
+
+def test_a_letter_that_was_decided_about_counts_once_and_another_is_made_up_for() -> None:
+    """Senders send all again. The job ends as it would have, with the same plans, whenever the coordinator is lost."""
+    whole, _ = run_until(None)
+    for number in lost_at():
+        entries, _ = run_until(number)
+        before = folded(entries)
+        if before.state.phase not in TAKEN_OVER_IN:
+            continue
+        building, epoch = before.state.phase.value == "building", before.state.epoch
+        store = Played(*LETTERS)
+        if building:  # what was being built is built again, under the next number
+            store.script = deque(_after_a_break(before.state, epoch))
+        later: list[Entry] = []
+        successor = coordinator(store, later.append, before)
+        successor.publish_again()
+        assert successor.run() == 0
+        taken_over, *others = later
+        assert isinstance(taken_over, Step) and isinstance(taken_over.fed, TakenOver)
+        assert taken_over.number == number, "numbers go on"
+        assert folded([*entries, *later]).end is not None, "the whole log can be folded again"
+        if not building:
+            assert len(others) == len(whole) - number, f"lost after {number} entries"
+
+
+def _after_a_break(state: State, epoch: int) -> Iterator[Message | Letter[Message]]:
+    yield from LETTERS[: len(STORY) - 2]
+    held = report(0).held
+    record = Record(7, IterationPhase.COMPUTE, counters={n: {"iteration": n - 1} for n in (4, 5, 6, 7)})
+    workers = sorted(state.living)
+    yield from (SurvivorReport(worker, epoch, record, held) for worker in workers)
+    yield from (ready(worker, epoch + 1) for worker in workers)
+    yield from (ScriptEnded(worker) for worker in workers)
+
+
+def test_an_epoch_that_was_built_is_broken_for_all() -> None:
+    number = next(n for n in lost_at() if folded(run_until(n)[0]).state.phase.value == "building")
+    before = folded(run_until(number)[0])
+    store = Played(*_after_a_break(before.state, before.state.epoch))
+    successor = coordinator(store, list[Entry]().append, before)
+    successor.publish_again()
+    assert successor.run() == 0
+    texts = [text for key, text in store.values.items() if key.startswith("notice/")]
+    broken = [notice for text in texts if isinstance(notice := NOTICES.read(text).body, EpochIsBroken)]
+    assert broken and broken[-1].cause == "the coordinator was lost while this epoch was built"
+
+
+def test_planner_and_detector_are_told_what_the_ones_before_were() -> None:
+    entries, _ = run_until(None)
+    before = folded(entries)
+    names = [event.name for event in before.facts]
+    assert names == ["run_started", "job", "worker_dead", "worker_dead", "epoch_started"]
+    assert all(event.time for event in before.facts)
+    assert before.run == "token" and before.end is not None and before.end.code == 0
+
+
+def test_nodes_of_living_workers_are_awaited() -> None:
+    number = next(n for n in lost_at() if 3 in folded(run_until(n)[0]).state.dead)
+    assert folded(run_until(number)[0]).awaited == {0, 1, 2}
