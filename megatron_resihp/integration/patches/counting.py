@@ -163,8 +163,9 @@ def wrap_training_log(runtime: Runtime, original: Callable[..., Any]) -> Callabl
     def training_log(loss_dict: Any, total_loss_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if runtime.tally.carried is not None:
             for name, value in runtime.tally.carried.items():
-                # Lists are what tensors became on their way through the coordinator.
-                total_loss_dict[name] = torch.tensor(value, device="cuda") if isinstance(value, list) else value
+                # Lists, and numbers that are no counts, are what tensors became on their way through the coordinator.
+                was_tensor = isinstance(value, list | float)
+                total_loss_dict[name] = torch.tensor(value, device="cuda") if was_tensor else value
             runtime.tally.carried = None
         if runtime.epoch > 0:
             # The job's first line leaves the totals as they are; the first one after a recovery is not that.

@@ -148,3 +148,16 @@ def test_the_time_of_an_interval_is_gone_on_with(timers: Timers) -> None:
     timers(INTERVAL).reset()
     restore_counters(worker, told)
     assert timers(INTERVAL).elapsed(reset=False) == 7.0
+
+
+def test_totals_are_tensors_again_after_a_recovery_whatever_their_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts stay numbers, as Megatron has them."""
+    real = torch.tensor
+    monkeypatch.setattr(counting.torch, "tensor", lambda value, device: real(value))
+    carried = {"lm loss": [2.0], "mtp_1 loss": 3.0, "advanced iterations": 1}
+    worker: Any = SimpleNamespace(epoch=1, tally=Tally(flops=1.0))
+    worker.tally.carried = carried
+    seen: dict[str, Any] = {}
+    wrap_training_log(worker, lambda loss, totals, **kwargs: seen.update(totals))({}, {})
+    assert seen.pop("advanced iterations") == 1
+    assert {name: value.item() for name, value in seen.items()} == {"lm loss": 2.0, "mtp_1 loss": 3.0}
