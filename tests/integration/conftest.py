@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests on real Megatron share: one nursery, one data set and the reference runs of a session."""
+"""What integration tests share: one nursery, one data set and the reference runs of a session, and etcds."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from random import Random
 
 import pytest
+from etcds import Etcd
 from jobs import REPOSITORY, Jobs, Nursery
+
+from megatron_resihp.control.transport.etcd.location import Location
 
 SCRIPT = REPOSITORY / "scripts" / "make_dataset.py"
 MAKE_S = 60.0
@@ -24,6 +29,18 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     nursery = Nursery()
     yield Jobs(nursery, directory)
     nursery.close()
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
+    """Of one member; each test has a run of its own there."""
+    with closing(Etcd(tmp_path_factory.mktemp("etcd"))) as made:
+        yield made
+
+
+@pytest.fixture
+def place(etcd: Etcd, request: pytest.FixtureRequest) -> Location:
+    return etcd.location(re.sub(r"\W", "", request.node.name))
 
 
 @pytest.fixture(scope="session")

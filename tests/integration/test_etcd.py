@@ -7,7 +7,6 @@ import base64
 import hashlib
 import os
 import queue
-import re
 import signal
 import socket
 import threading
@@ -45,18 +44,6 @@ pytestmark = needs_etcd
 
 WAIT_S = 20.0
 BEGAN = Began(__version__, JobSize(1, 2), Limits())
-
-
-@pytest.fixture(scope="module")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
-    """Of one member; each test has a run of its own there."""
-    with closing(Etcd(tmp_path_factory.mktemp("etcd"))) as made:
-        yield made
-
-
-@pytest.fixture
-def place(etcd: Etcd, request: pytest.FixtureRequest) -> Location:
-    return etcd.location(re.sub(r"\W", "", request.node.name))
 
 
 @pytest.fixture

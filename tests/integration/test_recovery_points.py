@@ -9,7 +9,6 @@ import signal
 from typing import Any
 
 import pytest
-from _pytest.mark import ParameterSet
 from jobs import PRETRAIN, WISHING, Job, Jobs, check_training, is_alive, tiny
 from launched import children
 
@@ -42,7 +41,7 @@ BOTH = (1, pytest.param(2, marks=NIGHTLY))
 """Victims on either side of what is split."""
 
 
-def at_night(*points: str) -> list[ParameterSet]:
+def at_night(*points: str) -> list[Any]:
     return [pytest.param(point, marks=NIGHTLY) for point in points]
 
 

@@ -4,17 +4,15 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from etcds import Etcd, needs_etcd
+from etcds import needs_etcd
 from jobs import Jobs, check_training, tiny
 from launched import Launched, eventually
 
@@ -29,17 +27,6 @@ from megatron_resihp.control.transport.etcd.location import Location
 
 pytestmark = [pytest.mark.nightly, needs_etcd]
 HOST = "127.0.0.1"
-
-
-@pytest.fixture(scope="module")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
-    with closing(Etcd(tmp_path_factory.mktemp("etcd"))) as made:
-        yield made
-
-
-@pytest.fixture
-def place(etcd: Etcd, request: pytest.FixtureRequest) -> Location:
-    return etcd.location(re.sub(r"\W", "", request.node.name))
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_resihp.cli import main
+from megatron_resihp.control.commands import launch_options
 from megatron_resihp.health import measures
 from megatron_resihp.health.findings import Peer
 
@@ -72,6 +73,11 @@ def test_the_clock_is_compared_with_that_of_the_file_system(
 
 
 class TestCommand:
+    @pytest.fixture
+    def no_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Whatever this machine has."""
+        monkeypatch.setattr(launch_options, "devices", lambda kind: 0)
+
     @pytest.mark.nightly
     def test_a_node_that_can_do_it_is_fit(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """With gloo; nothing is left running, since the command waits for its processes."""
@@ -83,10 +89,12 @@ class TestCommand:
         assert found["fit"] and [peer["error"] for peer in found["peers"]] == [None, None]
         assert all(peer["loop_s"] > 0 for peer in found["peers"])
 
+    @pytest.mark.usefixtures("no_gpus")
     def test_a_node_without_gpus_is_not_fit_for_them(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["health", "--nproc-per-node", "2", "--min-free-gib", "0"]) == 1
         assert capsys.readouterr().err.startswith("resihp: this node is unfit: 0 of 2 GPUs are visible")
 
+    @pytest.mark.usefixtures("no_gpus")
     @pytest.mark.parametrize(
         ("flags", "said"),
         [
