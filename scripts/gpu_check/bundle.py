@@ -27,6 +27,8 @@ SETUP: Final = """\
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd) && to=/tmp/gpu_check && mkdir -p $to/site $to/nccl || return 1
 tar xzf "$here/repository.tar.gz" -C $to || return 1
 python3 -m pip install -q --no-index --no-deps --no-compile --target $to/site "$here"/*.whl || return 1
+# Megatron runs make for its dataset helper, which the wheel has compiled, but without a Makefile.
+echo all: > $to/site/megatron/core/datasets/Makefile || return 1
 python3 - "$here/libnccl.so.2.xz" $to/nccl/libnccl.so.2 <<'END' || return 1
 import lzma, shutil, sys
 shutil.copyfileobj(lzma.open(sys.argv[1]), open(sys.argv[2], "wb"))

@@ -20,6 +20,8 @@ SEVERAL_RANKS: Final[Mapping[str, str]] = {
     "NCCL_MAX_CTAS": "2",
     "NCCL_NVLS_ENABLE": "0",
     "CUDA_VISIBLE_DEVICES": "0",
+    # Megatron insists on it for tensor parallelism before Blackwell.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
 }
 
 REHEARSED_LIMIT_S: Final = 600.0
