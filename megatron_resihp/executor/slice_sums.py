@@ -146,11 +146,15 @@ def unpack(flat: torch.Tensor, gradients: Sequence[Sequence[torch.Tensor]]) -> N
 
 def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy the second tensor of each pair into the first."""
-    wide = [
-        (target.view(WIDE), source.view(WIDE)) if _moves_in_wide_words(target, source) else (target, source)
-        for target, source in pairs
-    ]
-    torch._foreach_copy_([target for target, _ in wide], [source for _, source in wide])
+    wide, others = list[tuple[torch.Tensor, torch.Tensor]](), list[tuple[torch.Tensor, torch.Tensor]]()
+    for target, source in pairs:
+        if _moves_in_wide_words(target, source):
+            wide.append((target.view(WIDE), source.view(WIDE)))
+        else:
+            others.append((target, source))
+    # Apart: torch copies many tensors at once only if all have the same type and no gaps.
+    for alike in filter(None, (wide, others)):
+        torch._foreach_copy_([target for target, _ in alike], [source for _, source in alike])
 
 
 def _moves_in_wide_words(target: torch.Tensor, source: torch.Tensor) -> bool:

@@ -24,6 +24,7 @@ CASES: Final = ("prediction", "slow-worker")
 PACKED: Final = Path(__file__).with_name("packed_gpt.py")
 DATA_S: Final = 120.0
 VOCABULARY: Final = 257
+LAYERS: Final = 4
 SLOW_AT: Final = 62
 CLEARED_AT: Final = 82
 END: Final = 100
@@ -76,5 +77,5 @@ def _train(setting: Setting, name: str, workers: int, flags: list[str], **model:
     data = setting.out / f"{name}-documents"
     _make_documents(setting, data)
     own = ["--data-path", str(data), "--dataloader-inter-document-masking", *([] if setting.stand_in else ["--bf16"])]
-    sizes = {**(SMALL if setting.stand_in else LARGE), "vocab-size": VOCABULARY, **model}
+    sizes = {**(SMALL if setting.stand_in else LARGE), "num-layers": LAYERS, "vocab-size": VOCABULARY, **model}
     return launch(setting, name, workers, [*own, *flags], script=PACKED, data=(), **sizes)

@@ -62,7 +62,7 @@ TP2_DP2: Final = ParallelPlan(
     (_replica(range(4), (0, 1), ends=(LAYERS,)), _replica(range(4, 8), (2, 3), ends=(LAYERS,)))
 )
 UNLIKE: Final = ParallelPlan(
-    (_replica(range(5), (0, 1), ends=(LAYERS,)), _replica(range(5, 8), (2,), (3,), ends=(4, LAYERS)))
+    (_replica(range(5), (0, 1), ends=(LAYERS,)), _replica(range(5, 8), (2,), (3,), ends=(LAYERS // 2, LAYERS)))
 )
 """One replica with two tensor-parallel workers, one with two stages, and unequal shares of the batch."""
 

@@ -23,7 +23,7 @@ SCRIPT: Final = REPOSITORY / "scripts" / "pretrain_gpt.py"
 JOB_S: Final = 150.0
 TAIL_LINES: Final = 6
 MODEL: Final[Mapping[str, Any]] = {
-    "num-layers": 4, "hidden-size": 256, "num-attention-heads": 8, "seq-length": 256, "micro-batch-size": 1,
+    "num-layers": 2, "hidden-size": 256, "num-attention-heads": 8, "seq-length": 256, "micro-batch-size": 1,
     "global-batch-size": 8, "train-iters": 12, "vocab-size": 1000,
 }  # fmt: skip
 REHEARSED: Final[Mapping[str, Any]] = {"hidden-size": 32, "num-attention-heads": 4, "seq-length": 32, "vocab-size": 64}
