@@ -17,6 +17,7 @@ from megatron_resihp.integration.patches import (
     parameter_gather,
     parameter_kinds,
     replica_checks,
+    result_checks,
     schedule,
     startup,
 )
@@ -109,6 +110,12 @@ def training_patches(runtime: Runtime, release: Release) -> list[Patch]:
             partial(loop.wrap_train_step, runtime),
             ("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler", "config"),
             "keeps the record of the iteration",
+        ),
+        Patch(
+            "megatron.core.rerun_state_machine:RerunStateMachine.validate_result",
+            partial(result_checks.wrap_validate_result, runtime),
+            ("self", "result", "rejection_func"),
+            "does not judge what an aborted collective has left behind",
         ),
         Patch(
             f"{TRAINING}:checkpoint_and_decide_exit",
