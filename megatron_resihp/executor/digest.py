@@ -27,8 +27,9 @@ def digest_tensors(tensors: Mapping[str, torch.Tensor], device: torch.device | N
     for name in sorted(tensors):
         tensor = tensors[name]
         total.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-    for run in _runs(_at(device, tensors[name]) for name in sorted(tensors)):
-        total.update(f"{_hash(run)}\n".encode())
+    hashes = [_hash(run) for run in _runs(_at(device, tensors[name]) for name in sorted(tensors))]
+    for value in _numbers(hashes):
+        total.update(f"{value % _MODULUS}\n".encode())
     return total.hexdigest()[:16]
 
 
@@ -62,12 +63,12 @@ def _words(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([*numbers, numbers[0].new_zeros(lacking)]).view(torch.int64)
 
 
-def _hash(words: torch.Tensor) -> int:
-    """A sum over the words of a tensor, each scrambled with its position, computed where the tensor lives.
+def _hash(words: torch.Tensor) -> torch.Tensor:
+    """A sum over the words of a tensor, each scrambled with its position, modulo 2^64; a scalar where the tensor lives.
 
     Unscrambled words would not do: replicas that drift apart differ by ±1 in many words, and these differences cancel.
     """
-    value = 0
+    value = words.new_zeros(())
     for start in range(0, words.numel(), CHUNK):
         chunk = words[start : start + CHUNK].clone()
         # Each step is one-to-one modulo 2^64: no single changed bit can vanish, and swapped words change the sum.
@@ -76,5 +77,14 @@ def _hash(words: torch.Tensor) -> int:
         chunk ^= chunk >> 32 & 0xFFFFFFFF
         chunk *= _SECOND
         chunk ^= chunk >> 29 & 0x7FFFFFFFF
-        value = (value * 1_000_003 + int(chunk.sum())) % _MODULUS
+        value = value * 1_000_003 + chunk.sum()
     return value
+
+
+def _numbers(scalars: Sequence[torch.Tensor]) -> list[int]:
+    """Scalars from several devices, each device asked once: the host waits for all that it computes."""
+    found: dict[int, int] = {}
+    for device in {scalar.device for scalar in scalars}:
+        places = [place for place, scalar in enumerate(scalars) if scalar.device == device]
+        found.update(zip(places, torch.stack([scalars[place] for place in places]).tolist(), strict=True))
+    return [found[place] for place in range(len(scalars))]

@@ -20,6 +20,9 @@ from megatron_resihp.plan.slices import Slice, in_buckets
 LOAD: Final = 64 << 20
 """The most bytes of gradients that are summed together: while they are, the next ones come from the device."""
 
+SMALL: Final = 1 << 20
+"""Bytes up to which gradients are copied by one kernel together: each one's own would take longer to begin."""
+
 WIDE: Final = torch.complex128
 """A word of 16 bytes. A device copies rows with gaps element by element: the wider the element, the faster."""
 
@@ -146,15 +149,16 @@ def unpack(flat: torch.Tensor, gradients: Sequence[Sequence[torch.Tensor]]) -> N
 
 def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy the second tensor of each pair into the first."""
-    wide, others = list[tuple[torch.Tensor, torch.Tensor]](), list[tuple[torch.Tensor, torch.Tensor]]()
+    small = list[tuple[torch.Tensor, torch.Tensor]]()
     for target, source in pairs:
         if _moves_in_wide_words(target, source):
-            wide.append((target.view(WIDE), source.view(WIDE)))
+            target.view(WIDE).copy_(source.view(WIDE))
+        elif target.nbytes > SMALL:
+            target.copy_(source)
         else:
-            others.append((target, source))
-    # Apart: torch copies many tensors at once only if all have the same type and no gaps.
-    for alike in filter(None, (wide, others)):
-        torch._foreach_copy_([target for target, _ in alike], [source for _, source in alike])
+            small.append((target, source))
+    if small:
+        torch._foreach_copy_([target for target, _ in small], [source for _, source in small])
 
 
 def _moves_in_wide_words(target: torch.Tensor, source: torch.Tensor) -> bool:
