@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One process of `aborts.py`. Its argument is a JSON object: a case, and its rank. It writes what it found to a file.
 
-Imports the plugin's executor, torch and the standard library.
+Imports the plugin's executor, psutil, torch and the standard library.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -62,6 +63,8 @@ class Survivor:
         del groups
         self._next_world()
         self._communicators.release()
+        if self._case["peer"] == "stopped":
+            self._end_stopped()
         self._meet("over", ranks=2)
         if self._cuda:
             torch.cuda.empty_cache()
@@ -90,7 +93,16 @@ class Survivor:
         return groups
 
     def _end(self) -> None:
+        self._store.set("peer", str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP if self._case["peer"] == "stopped" else signal.SIGKILL)
+
+    def _end_stopped(self) -> None:
+        """End the peer, as its node would: what it holds of the device they share is not missing."""
+        peer = psutil.Process(int(self._store.get("peer")))
+        peer.kill()
+        deadline = time.monotonic() + TIMEOUT.total_seconds()
+        while peer.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+            time.sleep(0.05)
 
     def _hang(self, groups: list[Any]) -> None:
         """Run collectives without the peer, until another thread aborts them."""
