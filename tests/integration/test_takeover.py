@@ -24,6 +24,7 @@ from megatron_resihp.control.transport import lasting, store_client
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.etcd import leadership
 from megatron_resihp.control.transport.etcd.location import Location
+from megatron_resihp.report.run.standing import Launcher, launcher_of
 
 pytestmark = [pytest.mark.nightly, needs_etcd]
 HOST = "127.0.0.1"
@@ -46,7 +47,7 @@ class Cluster:
 
     def __init__(self, run_dir: Path, place: Location) -> None:
         run_dir.mkdir()
-        self._run_dir, self._place = run_dir, place
+        self.run_dir, self._place = run_dir, place
         self.all: list[Launched] = []
 
     def begin(self, **of_nodes: Any) -> None:
@@ -61,7 +62,7 @@ class Cluster:
         return self._started(alone=True, standby=standby, control=self._place, coordinator=at)
 
     def _started(self, **options: Any) -> Launched:
-        self.all.append(Launched(self._run_dir, **{"nodes": 2, "workers_per_node": 2, **options}))
+        self.all.append(Launched(self.run_dir, **{"nodes": 2, "workers_per_node": 2, **options}))
         return self.all[-1]
 
     def lose(self) -> None:
@@ -73,10 +74,10 @@ class Cluster:
         self.first.ask("finish")
         for each in (*coordinators, *self.nodes):
             assert each.end() == 0, each.output()
-        assert decisions_at(str(self._place)) == decisions_at(str(self._run_dir))
+        assert decisions_at(str(self._place)) == decisions_at(str(self.run_dir))
         assert main(["replay", str(self._place)]) == 0
-        assert (self._run_dir / "exit_code").read_text() == "0\n"
-        left = {path.name for path in self._run_dir.iterdir()}
+        assert (self.run_dir / "exit_code").read_text() == "0\n"
+        left = {path.name for path in self.run_dir.iterdir()}
         assert not left & {"coordinator.json", "secret"}, left
 
 
@@ -111,6 +112,7 @@ def test_one_that_waits_takes_over_and_training_goes_on(begin: Callable[..., Clu
 def test_one_may_come_later_and_at_the_same_port(begin: Callable[..., Cluster]) -> None:
     cluster = begin()
     cluster.lose()
+    assert launcher_of(cluster.run_dir) is Launcher.AWAITED
     assert cluster.first.options.coordinator is not None
     later = cluster.coordinator(port=cluster.first.options.coordinator.port)
     later.await_event("coordinator_replaced")
@@ -234,6 +236,7 @@ def test_it_trains_what_it_would_have_trained(
         others.append(jobs.nursery.start(tmp_path / name, arguments, **more, **options))
     node0, node1, standby = others
     first.await_event("iteration", iteration=3)
+    assert "losing the coordinator ends the job unless another takes its place" in first.output()
     if also == "a worker before":
         os.kill(first.worker_pids()[3], signal.SIGKILL)
         first.await_event("epoch_broken")  # somewhere between reports and Go

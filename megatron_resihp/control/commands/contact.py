@@ -48,11 +48,13 @@ class Contact:
 
     Attributes:
         apart: the coordinator runs on none of the job's nodes.
+        replaceable: another coordinator may take its place if it is lost.
     """
 
     store: Annotated[Address, Form(str, _address)]
     token: str = field(default_factory=lambda: secrets.token_hex(8))
     apart: bool = omitted_if(False)
+    replaceable: bool = omitted_if(False)
 
     def published(self, run_dir: Path) -> AbstractContextManager[None]:
         """Leave the file in the run directory for as long as the job runs.

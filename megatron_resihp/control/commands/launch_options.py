@@ -88,6 +88,11 @@ class LaunchOptions:
         return JobSize(self.nodes, self.workers_per_node, self.late_nodes, apart=self.alone)
 
     @property
+    def replaceable(self) -> bool:
+        """Whether another coordinator may take this one's place."""
+        return self.alone and self.control is not None
+
+    @property
     def module(self) -> str | None:
         """What is run in place of a script."""
         return self.command[1] if self.command[0] == "-m" else None

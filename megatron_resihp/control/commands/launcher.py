@@ -216,7 +216,10 @@ def _open_headquarters(options: LaunchOptions, seat: Seat, mailbox: Mailbox) -> 
         for fact in seat.before.facts:
             bus.publish(fact)
         seat.sink.follow(bus)  # which has them
-    limits = Limits(options.survivor_timeout_s, min_workers=options.min_workers, drain_s=options.drain_deadline_s)
+    limits = Limits(
+        options.survivor_timeout_s, min_workers=options.min_workers, drain_s=options.drain_deadline_s,
+        replaceable=options.replaceable,
+    )  # fmt: skip
     job = Job(size, list(options.command), limits, seat.token, seat.secret, seat.run_dir, seat.before, seat.holds)
     return Headquarters(
         seat.address, seat.listener, bus, requests, job, meeting, detection, replanner, mailbox.end,

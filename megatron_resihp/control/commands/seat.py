@@ -152,7 +152,7 @@ def _lead(
 ) -> Seat:
     run_dir = make_run_dir(options)
     address = Address((options.coordinator or Address(LOCAL_HOST, 0)).host, listener.getsockname()[1])
-    contact = Contact(address, apart=options.alone)
+    contact = Contact(address, apart=options.alone, replaceable=options.replaceable)
     try:
         # Before anything is written that a job which runs there would read, or has written.
         stack.enter_context(contact.published(run_dir))

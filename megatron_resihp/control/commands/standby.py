@@ -64,7 +64,7 @@ def take_over(options: LaunchOptions, make_event_sink: MakeEventSink, stack: Exi
     try:
         leadership = stack.enter_context(closing(_follow(options.control)))
         before = _decided(options.control, options.size)
-        contact = Contact(Address(host, listener.getsockname()[1]), before.run, apart=True)
+        contact = Contact(Address(host, listener.getsockname()[1]), before.run, apart=True, replaceable=True)
         holds = partial(contact.holds, run_dir)
         stack.enter_context(contact.taken_over(run_dir))
         own = stack.enter_context(published_secret(run_dir, holds, find_secret(run_dir)))

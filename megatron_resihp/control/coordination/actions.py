@@ -2,13 +2,13 @@
 """What the coordinator decides: the actions that `membership` returns and `coordinator` carries out, as plain values.
 
 What is published for all (`protocol.published`), and what of Megatron's log is to be written (`protocol.logs`), is an
-action as it is. May import `plan`, `protocol` and
-`events`.
+action as it is. May import `coding`, `plan`, `protocol` and `events`.
 """
 
 from dataclasses import dataclass
 from enum import Enum
 
+from megatron_resihp.coding import omitted_if
 from megatron_resihp.events.event import Event
 from megatron_resihp.protocol.answers import Answer
 from megatron_resihp.protocol.logs import LogPage, LogsWanted
@@ -92,6 +92,7 @@ class Limits:
         min_workers: fewer survivors than these end it.
         word_s: how long word of lost members is waited for, if too few are accounted for.
         drain_s: workers that were told to leave, and are still in the plan this long after, are given up for dead.
+        replaceable: the loss of the coordinator need not end the job, as another may take its place.
     """
 
     report_s: float = 60.0
@@ -102,3 +103,4 @@ class Limits:
     min_workers: int = 1
     word_s: float = 20.0
     drain_s: float = 20.0
+    replaceable: bool = omitted_if(False)

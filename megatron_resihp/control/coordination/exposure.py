@@ -28,6 +28,7 @@ class Exposure:
         idle: why a flag that is given does nothing; None: it does, or is not given.
         too_few: the losses, "worker" or "node", that leave fewer workers than there must be; None: none does.
         apart: the coordinator runs on none of the nodes.
+        replaceable: another coordinator may take its place.
     """
 
     nodes: tuple[int, ...]
@@ -36,9 +37,13 @@ class Exposure:
     idle: str | None = None
     too_few: str | None = None
     apart: bool = False
+    replaceable: bool = False
 
 
-def exposure(shape: JobShape, workers: int, pipeline_last: bool, fewest: int = 0, *, apart: bool = False) -> Exposure:
+def exposure(
+    shape: JobShape, workers: int, pipeline_last: bool, fewest: int = 0, *, apart: bool = False,
+    replaceable: bool = False,
+) -> Exposure:  # fmt: skip
     """The losses that would end a job under its first plan.
 
     Args:
@@ -46,12 +51,13 @@ def exposure(shape: JobShape, workers: int, pipeline_last: bool, fewest: int = 0
         pipeline_last: the order of ranks, see `initial_plan`.
         fewest: workers that there must be.
         apart: the coordinator runs on none of the nodes.
+        replaceable: another coordinator may take its place.
     """
     nodes, alone = _fatal(shape, workers, pipeline_last, apart)
     mend = _mend(shape, workers, pipeline_last, apart) if nodes or alone else None
     losses = {"worker": 1, "node": shape.workers_per_node}
     too_few = next((name for name, lost in losses.items() if workers - lost < fewest), None) if fewest > 1 else None
-    return Exposure(nodes, alone, mend, _idle(shape, workers), too_few, apart)
+    return Exposure(nodes, alone, mend, _idle(shape, workers), too_few, apart, replaceable)
 
 
 def _fatal(shape: JobShape, workers: int, pipeline_last: bool, apart: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -102,7 +108,12 @@ def _losses(nodes: int, found: Exposure, fewest: int) -> str:
     if nodes == 1:
         return "losing any worker ends the job" if found.workers else "any one worker may be lost"
     coordinator = "the coordinator" if found.apart else "node 0 (the coordinator's)"
-    said = f"losing {_listing([coordinator, *(others or workers)])} ends the job"
+    lost = others or workers
+    if found.replaceable:
+        also = [f"losing {_listing(lost)} ends it"] if lost else []
+        said = "; ".join([f"losing {coordinator} ends the job unless another takes its place", *also])
+    else:
+        said = f"losing {_listing([coordinator, *lost])} ends the job"
     if others:
         return f"{said} with state that is nowhere else"
     return said if workers else f"{said}; any {'node' if found.apart else 'other one'} may be lost"

@@ -84,6 +84,8 @@ def _unfinished(summary: RunSummary, where: str) -> str:
             return f"Running (last {what} {silent} ago): {where}"
         case standing.STALLED:
             return f"STALLED (last {what} {silent} ago{usually}): {where}"
+        case standing.LEADERLESS:
+            return f"WITHOUT A COORDINATOR, waiting for another (last {what} {silent} ago): {where}"
         case standing.COORDINATOR_LOST:
             return f"COORDINATOR LOST (last {what} {silent} ago): {where}"
         case standing.ENDED:

@@ -112,7 +112,7 @@ class Standing:
     """The state of a run whose log has no end; see `standing`."""
 
     state: str
-    """running, stalled, ended without a word, coordinator lost, or unknown."""
+    """running, stalled, waiting for a coordinator, ended without a word, coordinator lost, or unknown."""
     silent_s: float
     """Since its last step or, before the first, since the last event."""
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a run whose log has no end: it runs, is stalled, or has ended without a word.
+"""The state of a run whose log has no end: it runs, is stalled, waits for a coordinator, or has ended without a word.
 
-May import: the standard library, `control.commands.contact`, `control.commands.claim`, `control.worker.saved_state`
-and this package's modules.
+May import: the standard library, `control.transport.leaders`, `control.commands.contact`, `control.commands.claim`,
+`control.worker.saved_state` and this package's modules.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Final
 
 from megatron_resihp.control.commands import contact
 from megatron_resihp.control.commands.claim import Owner
+from megatron_resihp.control.transport.leaders import LEADERLESS_S
 from megatron_resihp.control.transport.store import StoreError
 from megatron_resihp.control.worker.saved_state import LastSave, last_save
 from megatron_resihp.report.run.run_summary import EmergencyCheckpoint, RunSummary, Standing
@@ -22,6 +23,7 @@ from megatron_resihp.report.run.run_summary import EmergencyCheckpoint, RunSumma
 RUNNING: Final = "running"
 STALLED: Final = "stalled"
 ENDED: Final = "ended without a word"
+LEADERLESS: Final = "waiting for a coordinator"
 COORDINATOR_LOST: Final = "coordinator lost"
 UNKNOWN: Final = "unknown"
 
@@ -40,6 +42,8 @@ class Launcher(Enum):
     SILENT = "silent"
     """The process lives but does not answer: it is stopped, or its machine is overloaded."""
     GONE = "gone"
+    AWAITED = "awaited"
+    """It does not answer, and another coordinator may take its place."""
     UNKNOWN = "unknown"
     """The process was on another machine, which can't be reached from this one."""
 
@@ -55,9 +59,12 @@ def standing(summary: RunSummary, launcher: Launcher, now: float) -> Standing:
     """The state of a run whose log has no end."""
     last = summary.last_event_at if summary.last_step_at is None else summary.last_step_at
     silent_s = max(0.0, now - last) if last is not None else 0.0
-    if launcher is Launcher.GONE:
-        return Standing(ENDED, silent_s)
     usual_s = summary.usual_iteration_s
+    # The last iteration needs no coordinator until its end.
+    if launcher is Launcher.AWAITED and silent_s <= LEADERLESS_S + (usual_s or 0.0):
+        return Standing(LEADERLESS, silent_s)
+    if launcher in (Launcher.GONE, Launcher.AWAITED):
+        return Standing(ENDED, silent_s)
     on_time = usual_s is not None and silent_s <= max(STALLED_AFTER * usual_s, LEAST_S)
     if on_time or (usual_s is None and launcher is Launcher.ANSWERS):
         return Standing(RUNNING, silent_s)
@@ -69,7 +76,7 @@ def with_last_save(summary: RunSummary, run_dir: Path) -> RunSummary:
 
     Nodes that were only cut off save too; there the run goes on or has an end.
     """
-    if summary.standing is None or summary.standing.state not in (ENDED, UNKNOWN):
+    if summary.standing is None or summary.standing.state not in (ENDED, UNKNOWN, LEADERLESS):
         return summary
     save = last_save(run_dir, (summary.last_event_at or 0.0) - CLOCKS_APART_S)
     return summary if save is None else _ended_with(summary, summary.standing, save, run_dir)
@@ -84,6 +91,20 @@ def _ended_with(summary: RunSummary, standing: Standing, save: LastSave, run_dir
 
 def launcher_of(run_dir: Path) -> Launcher:
     """Look for the launcher of a run's node 0; may take as long as `contact.CONNECT_S`."""
+    found = _look(run_dir)
+    if found is not Launcher.ANSWERS and _replaceable(run_dir):
+        return Launcher.AWAITED
+    return found
+
+
+def _replaceable(run_dir: Path) -> bool:
+    try:
+        return contact.read_contact(run_dir).replaceable
+    except StoreError:
+        return False
+
+
+def _look(run_dir: Path) -> Launcher:
     try:
         owner = Owner.of(json.loads((run_dir / contact.FILE_NAME).read_text()))
     except FileNotFoundError:

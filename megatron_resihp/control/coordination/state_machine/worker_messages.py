@@ -7,7 +7,7 @@ May import `plan`, `planner`, `protocol` and pure modules of `control`.
 from collections.abc import Sequence
 
 from megatron_resihp.control import exit_codes
-from megatron_resihp.control.coordination.actions import Action, Log, Notify, Phase, Reopen
+from megatron_resihp.control.coordination.actions import Action, Limits, Log, Notify, Phase, Reopen
 from megatron_resihp.control.coordination.digests import differing, name_of, shards_of_key
 from megatron_resihp.control.coordination.epoch_events import job_described
 from megatron_resihp.control.coordination.exposure import exposure, in_words
@@ -138,7 +138,7 @@ class WorkerMessages:
         actions = self._epochs.go(state.plan, now)
         if state.epoch > 0:
             return actions
-        return [*actions, _exposed(state.job, state.limits.min_workers), *_invitations(state.job.size)]
+        return [*actions, _exposed(state.job, state.limits), *_invitations(state.job.size)]
 
     def _state_differs(self, unlike: Sequence[str], now: float) -> list[Action]:
         """Workers that hold the same shards or slices reported other digests of them. `unlike`: keys of digests."""
@@ -260,11 +260,14 @@ def _sizes_in(told: JobDescription, size: JobSize) -> tuple[JobShape, tuple[Chun
     return shape_of(told, size.workers_per_node), told.chunks
 
 
-def _exposed(job: Job, fewest: int) -> Log:
-    """Which losses would end the job, said while something can be done about it. `fewest`: workers there must be."""
+def _exposed(job: Job, limits: Limits) -> Log:
+    """Which losses would end the job, said while something can be done about it."""
     assert job.shape is not None
-    size = job.size
-    found = exposure(job.shape, size.workers, job.described.pipeline_last, fewest, apart=size.apart and size.nodes > 1)
+    size, fewest = job.size, limits.min_workers
+    apart = size.apart and size.nodes > 1
+    replaceable = apart and limits.replaceable
+    order = job.described.pipeline_last
+    found = exposure(job.shape, size.workers, order, fewest, apart=apart, replaceable=replaceable)
     nodes = range(size.nodes) if found.too_few else (*size.head, *found.nodes)
     workers = range(size.workers) if found.too_few == "worker" else found.workers
     said = in_words(size.nodes, found, fewest)

@@ -81,3 +81,16 @@ def test_experts_that_one_worker_has_are_in_copies_of_a_shared_optimizer(shared:
     shape = JobShape(1, 1, 96, 1, distributed_optimizer=shared, expert_degrees=(4, 2, 1))
     found = exposure(shape, 4, True, 1)
     assert found.workers == (() if shared else (0, 1, 2, 3)) and found.nodes == (() if shared else (1, 2, 3))
+
+
+def test_a_coordinator_whose_place_another_may_take() -> None:
+    """Two nodes, and the coordinator on neither of them."""
+    shape = JobShape(4, 2, 96, 8)
+    neighbours = in_words(2, exposure(shape, 16, True, apart=True, replaceable=True))
+    may_go = "losing the coordinator ends the job unless another takes its place"
+    assert neighbours.startswith(f"{may_go}; losing node 0 or node 1 ends it with state that is nowhere else; to mend")
+    spread = JobShape(4, 2, 96, 8, spread_replicas=True)
+    assert in_words(2, exposure(spread, 16, True, apart=True, replaceable=True)) == f"{may_go}; any node may be lost"
+    assert in_words(2, exposure(spread, 16, True, apart=True)).startswith(
+        "losing the coordinator ends the job; any node"
+    )

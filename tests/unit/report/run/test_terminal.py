@@ -77,6 +77,8 @@ def test_what_survivors_have_saved_whole_has_a_command_to_go_on_from_it(syntheti
         (Launcher.ANSWERS, 26.0, "STALLED (last step 26.0 s ago, usually one takes 1"),
         (Launcher.SILENT, 26.0, "STALLED (last step 26.0 s ago, usually one takes 1"),
         (Launcher.GONE, 0.4, "ENDED WITHOUT A WORD (last step 400 ms ago): iteration 12 of 40;"),
+        (Launcher.AWAITED, 26.0, "WITHOUT A COORDINATOR, waiting for another (last step 26.0 s ago): iteration 12 "),
+        (Launcher.AWAITED, 130.0, "ENDED WITHOUT A WORD (last step 2 min 10 s ago): iteration 12 of 40;"),
         (Launcher.UNKNOWN, 0.4, "Running (last step 400 ms ago): iteration 12 of 40;"),
         (Launcher.UNKNOWN, 26.0, "Running or ended, its launcher can't be reached from here (last step 26.0 s ago): "),
     ],
