@@ -35,6 +35,8 @@ CALL_S: Final = 470.0
 """Seconds after which a call's last case is ended."""
 REHEARSAL_S: Final = 3600.0
 """The same for a rehearsal, where few cores do the work of a device."""
+BESIDE: Final = 4
+"""Jobs at a time on a device: each takes 40 s or more, most of it Python's start, on some four cores."""
 
 PARTS: Final = (
     Part("device", 1, device.run, device.CASES, 60, "the device, its driver and libraries"),
@@ -92,7 +94,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, help="folder for logs; must be new or empty")
     limit = f"end all cases by then (default: {CALL_S:g}, in a rehearsal {REHEARSAL_S:g})"
     parser.add_argument("--seconds", type=float, help=limit)
-    parser.add_argument("--beside", type=int, default=1, help="jobs that are not timed and run at the same time")
+    beside = f"jobs that are not timed and run at the same time (default: {BESIDE}, in a rehearsal 1)"
+    parser.add_argument("--beside", type=int, help=beside)
     parser.add_argument("--list", action="store_true", help="say what would run")
     return parser
 
@@ -104,7 +107,8 @@ def _of_call(asked: argparse.Namespace) -> list[Part]:
 def _passes(part: Part, setting: Setting, asked: argparse.Namespace) -> bool:
     good = True
     names = [name for name in part.cases if not asked.case or name in asked.case]
-    with closing(run_cases(part, names, setting, asked.beside if part.beside else 1)) as rows:
+    beside = asked.beside or (1 if asked.stand_in else BESIDE)
+    with closing(run_cases(part, names, setting, beside if part.beside else 1)) as rows:
         for row in rows:
             good &= bool(row["ok"])
             print(json.dumps({"part": part.name, **row}), flush=True)
