@@ -7,12 +7,14 @@ import base64
 import hashlib
 import os
 import queue
+import re
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -33,10 +35,10 @@ from megatron_resihp.control.head.decision_logs import decisions_at
 from megatron_resihp.control.head.etcd_log import EtcdLog, read_etcd_decisions
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.transport.address import Address
-from megatron_resihp.control.transport.etcd import leadership
 from megatron_resihp.control.transport.etcd.gateway import EtcdError, Gateway, Outcome, Put, UnreachableError
-from megatron_resihp.control.transport.etcd.leadership import LEASE_S, DeposedError, Leadership
-from megatron_resihp.control.transport.etcd.location import Location
+from megatron_resihp.control.transport.etcd.leadership import DeposedError, Leadership
+from megatron_resihp.control.transport.etcd.location import LEASE_S, Location
+from megatron_resihp.control.transport.etcd.presence import NodeLeases, Presence
 from megatron_resihp.control.worker.saved_state import newest_state
 from megatron_resihp.version import __version__
 
@@ -63,9 +65,9 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
 
 
 @pytest.fixture
-def short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shortest that etcd grants."""
-    monkeypatch.setattr(leadership, "LEASE_S", 2)
+def short(place: Location) -> Location:
+    """With the shortest lease that etcd grants."""
+    return replace(place, lease_s=2)
 
 
 def unexpected(error: EtcdError) -> None:
@@ -88,42 +90,73 @@ def lapse(leader: Leadership, gateway: Gateway) -> None:
     gateway.revoke(leader._lease)
 
 
+@pytest.mark.nightly
+class TestPresence:
+    def test_nodes_are_gone_whose_leases_are(self, short: Location) -> None:
+        present, lost = Presence(1, 7), Put(f"{short.known('token')}3", b"2")
+        with closing(Gateway(short)) as gateway, closing(present):
+            gateway.transact({}, lost, ())
+            present.begin(str(short), "token")
+            leases, others = (NodeLeases(short, run, WAIT_S) for run in ("token", "else"))
+            with closing(leases), closing(others):
+                eventually("one is gone", leases.gone)
+                assert leases.gone() == {2} and not others.gone(), "of another run nothing is known"
+            held = gateway.get(f"{short.present('token')}7")
+            assert held is not None
+            gateway.revoke(held.lease)
+            eventually("it holds another", lambda: gateway.get(held.key) not in (None, held))
+
+    def test_a_node_that_ends_lets_go(self, short: Location) -> None:
+        with closing(Gateway(short)) as gateway:
+            with closing(Presence(0, 0)) as ends:
+                ends.begin(str(short), "token")
+                eventually("it is there", lambda: gateway.get(f"{short.present('token')}0"))
+            assert gateway.get(f"{short.present('token')}0") is None
+
+    def test_one_that_cannot_reach_etcd_says_so_once(self, capfd: pytest.CaptureFixture[str]) -> None:
+        with closing(Presence(4, 8)) as cut_off:
+            cut_off.begin("etcd://127.0.0.1:1/run?lease=2", "token")
+            time.sleep(1.5)
+        said = capfd.readouterr().err
+        assert said.count("node 4 holds no lease there: if it is lost with the coordinator, the next one waits") == 1
+
+
 class TestLeadership:
     @pytest.mark.nightly
-    def test_there_is_one_at_a_time(self, place: Location, short_lease: None) -> None:
-        said = f"{place} is led by process {os.getpid()} on "
-        with closing(Leadership(place)) as first:
+    def test_there_is_one_at_a_time(self, short: Location) -> None:
+        said = re.escape(f"{short} is led by process {os.getpid()} on ")
+        with closing(Leadership(short)) as first:
             first.keep(unexpected)
             with pytest.raises(DeposedError, match=said):
-                Leadership(place)
-        with closing(Leadership(place)) as second:
+                Leadership(short)
+        with closing(Leadership(short)) as second:
             assert second.token > first.token
 
-    def test_one_that_is_killed_is_followed_once_its_lease_has_lapsed(self, place: Location, short_lease: None) -> None:
-        token = Leadership(place).token
-        with closing(Leadership(place)) as second:
+    def test_one_that_is_killed_is_followed_once_its_lease_has_lapsed(self, short: Location) -> None:
+        token = Leadership(short).token
+        with closing(Leadership(short)) as second:
             assert second.token > token
 
-    def test_a_lease_is_kept_alive(self, place: Location, short_lease: None) -> None:
-        with closing(Leadership(place)) as kept:
+    def test_a_lease_is_kept_alive(self, short: Location) -> None:
+        with closing(Leadership(short)) as kept:
             kept.keep(unexpected)
             token = kept.token
             time.sleep(2.5)
-            held = kept.gateway().get(place.leader)
+            held = kept.gateway().get(short.leader)
             assert held is not None and held.created == token == kept.token
 
-    def test_one_whose_lease_has_lapsed_leads_again(self, place: Location, short_lease: None) -> None:
-        with closing(Leadership(place)) as lapsed:
+    def test_one_whose_lease_has_lapsed_leads_again(self, short: Location) -> None:
+        with closing(Leadership(short)) as lapsed:
             token = lapsed.token
             lapse(lapsed, lapsed.gateway())
             lapsed.keep(unexpected)
             eventually("it leads again", lambda: lapsed.token > token)
 
-    def test_unless_another_leads(self, place: Location, short_lease: None) -> None:
-        with closing(Leadership(place)) as lapsed:
+    def test_unless_another_leads(self, short: Location) -> None:
+        with closing(Leadership(short)) as lapsed:
             lapse(lapsed, lapsed.gateway())
             told = queue.SimpleQueue[EtcdError]()
-            with closing(Leadership(place)) as other:
+            with closing(Leadership(short)) as other:
                 other.keep(unexpected)
                 lapsed.keep(told.put)
                 assert isinstance(told.get(timeout=WAIT_S), DeposedError)
@@ -300,7 +333,7 @@ class TestJob:
         capsys: pytest.CaptureFixture[str],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        monkeypatch.setattr(leadership, "LEASE_S", 3)
+        place = replace(place, lease_s=3)
         run = launch(control=place)
         pids = deciding(run)
         again = refusal(launch(control=place))
@@ -337,7 +370,7 @@ class TestJob:
     def test_ends_where_another_leads(
         self, place: Location, launch: Callable[..., Launched], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(leadership, "LEASE_S", 3)
+        place = replace(place, lease_s=3)
         run = launch(control=place)
         deciding(run)
         with led_by_another(place, run.pid):

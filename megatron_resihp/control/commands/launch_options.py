@@ -110,7 +110,8 @@ class LaunchOptions:
 def add_control(add: Callable[..., Any]) -> None:
     """`--control`, of what runs the coordinator."""
     add("--control", metavar="etcd://HOST:PORT,HOST:PORT/RUN", help="keep decisions in this etcd, too, under the name "
-        "RUN, and carry out nothing that is not there (default: only in the run directory)")  # fmt: skip
+        "RUN, and carry out nothing that is not there; ?lease=SECONDS behind it: how long a silent coordinator still "
+        "leads, 10 by default (default: only in the run directory)")  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -24,6 +24,7 @@ from megatron_resihp.control.commands.launch_options import LaunchError, LaunchO
 from megatron_resihp.control.commands.seat import RESULT, MakeEventSink, Seat, give_back, take_seat
 from megatron_resihp.control.commands.standby import JobIsOver, take_over
 from megatron_resihp.control.coordination.actions import Limits
+from megatron_resihp.control.coordination.decisions.succession import unlogged
 from megatron_resihp.control.coordination.requests import Requests
 from megatron_resihp.control.head.detection import Detection, Judge
 from megatron_resihp.control.head.headquarters import Headquarters, Job
@@ -40,6 +41,7 @@ from megatron_resihp.control.node.starting import Starter, Worker
 from megatron_resihp.control.replanning.replanner import Replanner
 from megatron_resihp.control.terminal import say, warn
 from megatron_resihp.control.transport.address import Address
+from megatron_resihp.control.transport.etcd.presence import Presence
 from megatron_resihp.control.transport.lasting import LastingStore
 from megatron_resihp.control.transport.leaders import LEADERLESS_S, Leaders
 from megatron_resihp.control.transport.liveness import LivenessConnection, Watcher
@@ -48,6 +50,7 @@ from megatron_resihp.control.transport.node_liveness import (
     Meeting,
     NodeWatcher,
     come_back,
+    control_of,
     join,
     records_address,
 )
@@ -56,6 +59,8 @@ from megatron_resihp.control.transport.store import Store, StoreError
 from megatron_resihp.control.transport.store_client import connect
 from megatron_resihp.control.worker.saved_state import last_save
 from megatron_resihp.events.bus import EventBus
+from megatron_resihp.events.log import FILE_NAME as EVENTS
+from megatron_resihp.events.log import read_events
 from megatron_resihp.protocol.notices import ValidationOrder
 
 CLOSING_S: Final = 5.0
@@ -170,16 +175,16 @@ def _serve(
         within_s = options.connect_timeout_s if before is None else LEADERLESS_S
         nodes = NodeWatcher(
             seat.liveness, seat.secret, seat.size, options.heartbeat_timeout_s, time.monotonic() + within_s,
-            None if before is None else before.awaited,
+            None if before is None else before.awaited, seat.gone,
         )  # fmt: skip
     headquarters = _open_headquarters(options, seat, mailbox) if seat.leads else None
-    uplink = Uplink(seat.secret, seat.led_on)
+    uplink, presence = Uplink(seat.secret, seat.led_on), Presence(options.node, seat.name)
     relay.start(uplink.deliver if headquarters is None else headquarters.detection.inbox.deliver)
     injector = SlowdownInjector({worker.number: (worker.pid, worker.pidfd) for worker in workers})
     leaders = Leaders(seat.run_dir) if seat.led_on and not seat.leads else None
     link = Link(
         lambda: LastingStore(connect(seat.address, seat.secret, options.connect_timeout_s, leaders)),
-        partial(_introduce, options, seat, uplink, starter),
+        partial(_introduce, options, seat, uplink, starter, presence),
         mailbox.end,
         lambda slowness: injector.slow(slowness.speeds),
         mailbox.put,
@@ -195,6 +200,7 @@ def _serve(
         nodes.close()
     relay.close(CLOSING_S)
     uplink.close()
+    presence.close()
     link.close(CLOSING_S)
     if headquarters is not None:
         headquarters.close(ending, CLOSING_S)
@@ -213,9 +219,13 @@ def _open_headquarters(options: LaunchOptions, seat: Seat, mailbox: Mailbox) -> 
     detection = Detection(lambda: _make_judge(seat.run_dir, requests.validate), bus)
     replanner = Replanner(seat.run_dir, size, bus, requests.change_plan)
     if seat.before is not None:
+        unknown = unlogged(seat.before.last, read_events(seat.run_dir / EVENTS).events)
         for fact in seat.before.facts:
-            bus.publish(fact)
+            if fact not in unknown:
+                bus.publish(fact)
         seat.sink.follow(bus)  # which has them
+        for event in unknown:
+            bus.publish(event)
     limits = Limits(
         options.survivor_timeout_s, min_workers=options.min_workers, drain_s=options.drain_deadline_s,
         replaceable=options.replaceable,
@@ -238,6 +248,7 @@ def _introduce(
     seat: Seat,
     uplink: Uplink,
     starter: Starter,
+    presence: Presence,
     store: Store,
     on_lost: Callable[[], None],
     comes_back: bool,
@@ -265,6 +276,8 @@ def _introduce(
         give_back(options, seat)
         raise
     uplink.connect(records_address(store))
+    if isinstance(store, LastingStore) and (control := control_of(store)) is not None:
+        presence.begin(control, store.run)
     say(f"resihp: node {options.node} has joined the job")
     return liveness
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -65,6 +65,7 @@ class Seat:
         led_on: another coordinator may take the place of one that is lost.
         before: what the one has decided whose place the coordinator takes here; None: the job begins.
         holds: whether the run directory is still this coordinator's.
+        gone: nodes that don't come back from the coordinator before.
     """
 
     secret: Secret
@@ -82,6 +83,7 @@ class Seat:
     led_on: bool = False
     before: Succession | None = None
     holds: Callable[[], bool] = lambda: True
+    gone: Callable[[], Set[int]] = frozenset
 
     @property
     def leads(self) -> bool:

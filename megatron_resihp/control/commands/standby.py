@@ -28,10 +28,12 @@ from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.etcd.gateway import EtcdError, Gateway, UnreachableError
 from megatron_resihp.control.transport.etcd.leadership import DeposedError, Leadership
 from megatron_resihp.control.transport.etcd.location import Location
+from megatron_resihp.control.transport.etcd.presence import NodeLeases
+from megatron_resihp.control.transport.leaders import LEADERLESS_S
 from megatron_resihp.control.transport.secret import find_secret, published_secret
 from megatron_resihp.control.transport.store import StoreError, reserve
 
-LOOK_S: Final = 1.0
+LOOK_S: Final = 0.5
 """How often it is looked for the leader's key."""
 
 
@@ -68,6 +70,7 @@ def take_over(options: LaunchOptions, make_event_sink: MakeEventSink, stack: Exi
         holds = partial(contact.holds, run_dir)
         stack.enter_context(contact.taken_over(run_dir))
         own = stack.enter_context(published_secret(run_dir, holds, find_secret(run_dir)))
+        leases = stack.enter_context(closing(NodeLeases(options.control, before.run, LEADERLESS_S)))
     except OSError as error:
         raise unwritable(run_dir, error) from error
     except StoreError as error:
@@ -77,7 +80,7 @@ def take_over(options: LaunchOptions, make_event_sink: MakeEventSink, stack: Exi
     sink = make_sink(make_event_sink, run_dir)
     return Seat(
         own, contact.store, run_dir, before.state.job.size, range(0), False, listener, liveness, records, sink,
-        contact.token, leadership, before=before, holds=holds,
+        contact.token, leadership, before=before, holds=holds, gone=leases.gone,
     )  # fmt: skip
 
 

@@ -202,7 +202,8 @@ class Headquarters:
         self._connection = connect(self._address, self._job.secret, CLONE_TIMEOUT_S)
         job, leadership = self._job, self._leadership
         term = leadership.token if leadership is not None and job.size.apart else None
-        publish(self._connection, job.size, self._meeting, term, began=job.before is not None)
+        control = str(leadership.location) if leadership is not None and term is not None else None
+        publish(self._connection, job.size, self._meeting, term, began=job.before is not None, control=control)
         if job.before is None:
             self._connection.set(keys.RUN, job.token)
         return self._connection

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import selectors
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass
 from typing import Final
 
@@ -29,6 +29,8 @@ SIZE_KEY: Final = "launch/size"
 """The job's size as the coordinator's agent was told; the others check theirs against it."""
 APART_KEY: Final = "launch/apart"
 """There if the coordinator runs on none of the job's nodes."""
+CONTROL_KEY: Final = "launch/control"
+"""Where in etcd decisions are kept; there if another coordinator may take the place of this one."""
 ANSWER_S: Final = 30.0
 """How long the coordinator's agent may take from serving the store to publishing what the others need."""
 
@@ -48,18 +50,19 @@ class NodeWatcher:
         timeout_s: of heartbeats.
         connect_by: when, in the time that `look` is given, the nodes that begin the job must have connected.
         returning: nodes that must come back by then from a coordinator that was lost; None: the job begins.
+        gone: nodes that are known not to come back.
     """
 
     def __init__(
         self, listener: socket.socket, secret: Secret, size: JobSize, timeout_s: float, connect_by: float,
-        returning: Collection[int] | None = None,
+        returning: Collection[int] | None = None, gone: Callable[[], Set[int]] = frozenset,
     ) -> None:  # fmt: skip
         self._gate = Gate(listener, secret, PURPOSE, LARGEST)
         self._size = size
         self._others = set(range(size.most_nodes)) - size.head
         self._returning = set(returning or ())
         self._awaited = set(range(size.nodes) if returning is None else returning) - size.head
-        self._connect_by = connect_by
+        self._connect_by, self._gone = connect_by, gone
         self._absence = Absence(timeout_s / 2)
         self._watcher = Watcher(timeout_s)
         self._selector = selectors.DefaultSelector()
@@ -85,6 +88,10 @@ class NodeWatcher:
                 losses.append(NodeLoss(finding.name, f"no heartbeat for {finding.silence_s:.1f} s"))
             elif finding.kind is Kind.LOST:
                 losses.append(NodeLoss(finding.name, "connection lost"))
+        if gone := self._returning & self._gone():
+            losses += [NodeLoss(node, "lost together with the coordinator") for node in sorted(gone)]
+            self._awaited -= gone
+            self._returning -= gone
         self._connect_by += self._absence.before(now)
         if now > self._connect_by:
             late = "did not connect to the coordinator that has taken over" if self._returning else "did not connect"
@@ -127,18 +134,24 @@ class Meeting:
     records: Address
 
 
-def publish(store: Store, size: JobSize, meeting: Meeting | None, term: int | None = None, began: bool = False) -> None:
+def publish(
+    store: Store, size: JobSize, meeting: Meeting | None, term: int | None = None, began: bool = False,
+    control: str | None = None,
+) -> None:  # fmt: skip
     """The coordinator's part of `join`.
 
     Args:
         term: of this coordinator, if another may take its place.
         began: all nodes that begin the job have joined it, under a coordinator that was lost.
+        control: where in etcd decisions are kept, if another may take its place.
     """
     if began:
         for node in range(size.nodes):
             store.set(_first_worker(size.slots_on(node)[0]), "1")
     if term is not None:
         store.set(keys.TERM, str(term))
+    if control is not None:
+        store.set(CONTROL_KEY, control)
     if size.apart:
         store.set(APART_KEY, "yes")  # before the size, for which the others wait
     store.set(SIZE_KEY, str(size))
@@ -206,6 +219,11 @@ def is_apart(store: Store) -> bool:
 def is_led_on(store: Store) -> bool:
     """Whether another coordinator may take the place of this store's; to be asked for after `check_size`."""
     return store.check(keys.TERM)
+
+
+def control_of(store: Store) -> str | None:
+    """Where in etcd decisions are kept, if another coordinator may take the place of this store's."""
+    return store.get(CONTROL_KEY, ANSWER_S) if store.check(CONTROL_KEY) else None
 
 
 def has_joined(store: Store, node: int, size: JobSize) -> bool:

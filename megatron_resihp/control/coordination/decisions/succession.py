@@ -6,7 +6,8 @@ Pure; may import `events`, `protocol` and this package's modules.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Final
 
 from megatron_resihp.control.coordination.actions import End, Log, Notify, Phase
@@ -38,6 +39,7 @@ class Succession:
         decisions: the log.
         published: in its order.
         facts: what planner and detector have been told.
+        last: what was to be logged last. It may not have been: a coordinator decides before it logs.
         end: of the job, if it has ended.
     """
 
@@ -45,6 +47,7 @@ class Succession:
     decisions: Decisions
     published: tuple[Published, ...]
     facts: tuple[Event, ...]
+    last: tuple[Event, ...] = ()
     end: End | None = None
 
     @property
@@ -77,16 +80,23 @@ def succession(decisions: Decisions) -> Succession:
     replay = Replay(decisions.began)
     published: list[Published] = []
     facts: list[Event] = [_started(decisions)]
+    last: tuple[Event, ...] = ()
     end: End | None = None
     for step, actions in replay.fold(decisions.steps):
         published += [action for action in actions if isinstance(action, Published)]
         end = next((action for action in actions if isinstance(action, End)), end)
-        told = [action.event for action in actions if isinstance(action, Log)]
-        if any(isinstance(event, EpochStarted) for event in told):
-            facts = [event for event in facts if not isinstance(event, EpochStarted)]
         epoch = replay.membership.state.epoch
-        facts += [stamped(event, step.now, epoch) for event in told if isinstance(event, (*_FACTS, EpochStarted))]
-    return Succession(replay, decisions, tuple(published), tuple(facts), end)
+        last = tuple(stamped(action.event, step.now, epoch) for action in actions if isinstance(action, Log))
+        if any(isinstance(event, EpochStarted) for event in last):
+            facts = [event for event in facts if not isinstance(event, EpochStarted)]
+        facts += [event for event in last if isinstance(event, (*_FACTS, EpochStarted))]
+    return Succession(replay, decisions, tuple(published), tuple(facts), last, end)
+
+
+def unlogged(last: Iterable[Event], logged: Iterable[Event]) -> list[Event]:
+    """Those of `last` that are not among these, whenever they were logged."""
+    known = [replace(event, time=0.0) for event in logged]
+    return [event for event in last if replace(event, time=0.0) not in known]
 
 
 def _started(decisions: Decisions) -> RunStarted:

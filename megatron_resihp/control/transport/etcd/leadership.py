@@ -28,8 +28,6 @@ from megatron_resihp.control.transport.etcd.gateway import (
 )
 from megatron_resihp.control.transport.etcd.location import Location
 
-LEASE_S: Final = 10
-"""A leader that is not heard of for so long may be followed by another."""
 RENEWALS: Final = 3
 """In the time of a lease."""
 SLACK_S: Final = 2.0
@@ -115,7 +113,7 @@ class Leadership:
         self._gateway.close()
 
     def _follow(self) -> None:
-        until = time.monotonic() + LEASE_S + SLACK_S
+        until = time.monotonic() + self.location.lease_s + SLACK_S
         while True:
             try:
                 self._stand(self._gateway)
@@ -127,7 +125,7 @@ class Leadership:
 
     def _keep(self, on_deposed: Callable[[EtcdError], None]) -> None:
         since: float | None = None
-        while not self._closing.wait(RETRY_S if since is not None else LEASE_S / RENEWALS):
+        while not self._closing.wait(RETRY_S if since is not None else self.location.lease_s / RENEWALS):
             try:
                 self._renew()
             except (UnreachableError, LeaseLostError) as error:
@@ -150,7 +148,7 @@ class Leadership:
             self.stand_again(self._gateway, token)
 
     def _stand(self, gateway: Gateway) -> None:
-        lease, key = gateway.grant(LEASE_S), self.location.leader
+        lease, key = gateway.grant(self.location.lease_s), self.location.leader
         outcome = gateway.transact({key: 0}, Put(key, self._value, lease), [key])
         if outcome.succeeded:
             self._lease, self._token = lease, outcome.revision

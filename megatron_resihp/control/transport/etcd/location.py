@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where in etcd a job keeps its decisions: etcd://HOST:PORT,HOST:PORT/RUN.
+"""Where in etcd a job keeps its decisions: etcd://HOST:PORT,HOST:PORT/RUN, or with ?lease=SECONDS behind it.
 
 Pure. May import: the standard library, `transport.address` and `access`.
 """
@@ -16,6 +16,10 @@ from megatron_resihp.control.transport.etcd.access import OPEN, Access
 SCHEME: Final = "etcd://"
 _RUN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 """Without slashes, so that no name is the beginning of another's keys."""
+LEASE_S: Final = 10
+_LEASES_S: Final = range(2, 301)
+"""etcd makes shorter ones as long as its own elections, two seconds by default."""
+_LEASE: Final = "?lease="
 
 
 @dataclass(frozen=True)
@@ -26,14 +30,17 @@ class Location:
         members: of one cluster; any of them is asked.
         run: the name under which the job's keys are.
         access: how etcd lets the job in.
+        lease_s: a coordinator that etcd has not heard of for so long may be followed by another.
     """
 
     members: tuple[Address, ...]
     run: str
     access: Access = OPEN
+    lease_s: int = LEASE_S
 
     def __str__(self) -> str:
-        return f"{SCHEME}{self.cluster}/{self.run}"
+        lease = "" if self.lease_s == LEASE_S else f"{_LEASE}{self.lease_s}"
+        return f"{SCHEME}{self.cluster}/{self.run}{lease}"
 
     @property
     def cluster(self) -> str:
@@ -44,6 +51,14 @@ class Location:
     def leader(self) -> str:
         """The key that the leader holds."""
         return f"{self.run}/leader"
+
+    def known(self, run: str) -> str:
+        """What the keys of nodes begin with that hold leases, or have held one. `run`: the run's token."""
+        return f"{self.run}/known/{run}/"
+
+    def present(self, run: str) -> str:
+        """What the keys begin with that go with nodes' leases."""
+        return f"{self.run}/present/{run}/"
 
     def entry(self, number: int) -> str:
         """The key of an entry of the log; those of later entries are greater."""
@@ -65,13 +80,16 @@ class Location:
 
 
 def parse_location(text: str, access: Access = OPEN) -> Location:
-    """Read etcd://HOST:PORT,HOST:PORT/RUN; ValueError says what is wrong with it."""
-    hosts, slash, run = text.removeprefix(SCHEME).partition("/")
+    """Read etcd://HOST:PORT,HOST:PORT/RUN[?lease=SECONDS]; ValueError says what is wrong with it."""
+    place, given, lease = text.partition(_LEASE)
+    hosts, slash, run = place.removeprefix(SCHEME).partition("/")
     if not (text.startswith(SCHEME) and slash and hosts):
         raise ValueError(f"{text!r} is not etcd://HOST:PORT,HOST:PORT/RUN")
+    if given and not (lease.isascii() and lease.isdigit() and int(lease) in _LEASES_S):
+        raise ValueError(f"{text!r} has a lease that is not {_LEASES_S[0]} to {_LEASES_S[-1]} whole seconds")
     if not _RUN.fullmatch(run):
         raise ValueError(f"{text!r} names no run: after the slash come up to 200 letters, digits, dots and dashes")
     members = tuple(map(parse_address, hosts.split(",")))
     if len(set(members)) < len(members):
         raise ValueError(f"{text!r} names a member twice")
-    return Location(members, run, access)
+    return Location(members, run, access, int(lease) if given else LEASE_S)

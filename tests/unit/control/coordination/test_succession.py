@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,10 +16,16 @@ from megatron_resihp.control.coordination.coordinator import Coordinator
 from megatron_resihp.control.coordination.decisions.entries import ENTRIES, Began, Entry, Step, TakenOver
 from megatron_resihp.control.coordination.decisions.reading import Decisions
 from megatron_resihp.control.coordination.decisions.recorded import UnrecordedError
-from megatron_resihp.control.coordination.decisions.succession import TAKEN_OVER_IN, Succession, succession
+from megatron_resihp.control.coordination.decisions.succession import (
+    TAKEN_OVER_IN,
+    Succession,
+    succession,
+    unlogged,
+)
 from megatron_resihp.control.coordination.state_machine.state import State
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.events.event import Event
+from megatron_resihp.events.workers import WorkerDead
 from megatron_resihp.protocol.messages import Message, ProcessExited, SaveRequest, ScriptEnded, SurvivorReport
 from megatron_resihp.protocol.notices import NOTICES, EpochIsBroken
 from megatron_resihp.protocol.records import IterationPhase, Record
@@ -152,3 +159,14 @@ def test_planner_and_detector_are_told_what_the_ones_before_were() -> None:
 def test_nodes_of_living_workers_are_awaited() -> None:
     number = next(n for n in lost_at() if 3 in folded(run_until(n)[0]).state.dead)
     assert folded(run_until(number)[0]).awaited == {0, 1, 2}
+
+
+def test_what_was_decided_last_and_not_logged_is_told() -> None:
+    """A coordinator may be lost between the two."""
+    death = next(n for n in lost_at() if any(isinstance(e, WorkerDead) for e in folded(run_until(n)[0]).last))
+    last = folded(run_until(death)[0]).last
+    logged = [replace(event, time=event.time + 1.0) for event in last]  # a moment after it was decided
+    assert unlogged(last, logged) == []
+    assert unlogged(last, [event for event in logged if not isinstance(event, WorkerDead)]) == [
+        event for event in last if isinstance(event, WorkerDead)
+    ]

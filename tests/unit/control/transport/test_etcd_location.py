@@ -11,13 +11,16 @@ from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.etcd.location import Location, parse_location
 
 
-@pytest.mark.parametrize("text", ["etcd://a:2379/run", "etcd://a:2379,b:1,[::1]:2379/job-7.x_1"])
+@pytest.mark.parametrize(
+    "text", ["etcd://a:2379/run", "etcd://a:2379,b:1,[::1]:2379/job-7.x_1", "etcd://a:2379/run?lease=5"]
+)
 def test_is_written_as_it_was_read(text: str) -> None:
     assert str(parse_location(text)) == text
 
 
 def test_has_members_and_a_name() -> None:
     assert parse_location("etcd://a:1,[::1]:2/7") == Location((Address("a", 1), Address("::1", 2)), "7")
+    assert parse_location("etcd://a:1/7?lease=3") == Location((Address("a", 1),), "7", lease_s=3)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +37,10 @@ def test_has_members_and_a_name() -> None:
         ("etcd://host:2379/-a", "names no run"),
         ("etcd://host:2379/" + 201 * "a", "names no run"),
         ("etcd://host:2379,host:2379/run", "names a member twice"),
+        ("etcd://host:2379/run?lease=1", "a lease that is not 2 to 300 whole seconds"),
+        ("etcd://host:2379/run?lease=1.5", "a lease that is not 2 to 300 whole seconds"),
+        ("etcd://host:2379/run?lease=", "a lease that is not 2 to 300 whole seconds"),
+        ("etcd://host:2379/run?least=5", "names no run"),
     ],
 )
 def test_what_is_wrong_is_said(text: str, said: str) -> None:

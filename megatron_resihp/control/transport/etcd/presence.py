@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nodes in etcd: each holds a key that goes with its lease, so that a coordinator that takes over knows which are gone.
+
+Otherwise it would have to wait for all of them: one that was lost together with the coordinator before would be missed
+only much later. A node that can't reach etcd is waited for. May import: the standard library, `terminal` and this
+package's modules.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Final
+
+from megatron_resihp.control.terminal import warn
+from megatron_resihp.control.transport.etcd.access import access_of
+from megatron_resihp.control.transport.etcd.gateway import EtcdError, Gateway, LeaseLostError, Put
+from megatron_resihp.control.transport.etcd.leadership import RENEWALS, RETRY_S
+from megatron_resihp.control.transport.etcd.location import Location, parse_location
+
+LOOK_S: Final = 0.5
+SETTLE_S: Final = 1.5
+"""After a takeover, how long a node whose lease has lapsed is waited for: etcd may have been out of reach for all."""
+
+
+class Presence:
+    """This node's key, from `begin` until `close`."""
+
+    def __init__(self, node: int, name: int) -> None:
+        """`name`: what no other agent of this run has been called."""
+        self._node, self._name = node, name
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, control: str, run: str) -> None:
+        """Hold it, in a thread of its own.
+
+        Args:
+            control: where in etcd the coordinator keeps decisions. This node's environment says how it is let in there.
+            run: the run's token.
+        """
+        try:
+            gateway = Gateway(parse_location(control, access_of(os.environ)))
+        except (EtcdError, ValueError) as error:
+            self._tell(error)
+            return
+        self._thread = threading.Thread(target=self._hold, args=(gateway, run), name="resihp-etcd-node", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Let go of it."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _hold(self, gateway: Gateway, run: str) -> None:
+        lease, told, away = 0, False, False
+        while not self._closing.wait(RETRY_S if away else gateway.location.lease_s / RENEWALS if lease else 0.0):
+            try:
+                if lease:
+                    gateway.keep_alive(lease)
+                else:
+                    lease = self._register(gateway, run)
+                away = False
+            except LeaseLostError:
+                lease = 0
+            except EtcdError as error:
+                away = True
+                if not told:
+                    self._tell(error)
+                told = True
+        try:
+            gateway.revoke(lease)
+        except EtcdError:
+            pass  # It has lapsed, or soon will.
+        gateway.close()
+
+    def _register(self, gateway: Gateway, run: str) -> int:
+        lease, value = gateway.grant(gateway.location.lease_s), str(self._node).encode()
+        for key, bound in ((gateway.location.known(run), 0), (gateway.location.present(run), lease)):
+            gateway.transact({}, Put(f"{key}{self._name}", value, bound), ())
+        return lease
+
+    def _tell(self, error: Exception) -> None:
+        then = f"node {self._node} holds no lease there: if it is lost with the coordinator, the next one waits for it"
+        warn(f"resihp: {error}; {then}")
+
+
+class NodeLeases:
+    """Which nodes are gone, for a coordinator that has just taken over. Looks in a thread of its own.
+
+    Args:
+        run: the run's token.
+        for_s: how long it is of interest.
+    """
+
+    def __init__(self, location: Location, run: str, for_s: float) -> None:
+        self._location, self._run = location, run
+        self._gone = frozenset[int]()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._look, args=(for_s,), name="resihp-etcd-nodes", daemon=True)
+        self._thread.start()
+
+    def gone(self) -> frozenset[int]:
+        """Nodes that have held a lease, and hold none any more."""
+        return self._gone
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+
+    def _look(self, for_s: float) -> None:
+        gateway, until = Gateway(self._location), time.monotonic() + for_s
+        pause_s = SETTLE_S
+        while not self._closing.wait(pause_s) and time.monotonic() < until:
+            pause_s = LOOK_S
+            try:
+                known, present = (
+                    {int(held.value) for held in gateway.all(first, f"{first[:-1]}0")}
+                    for first in (self._location.known(self._run), self._location.present(self._run))
+                )
+                self._gone = frozenset(known - present)
+            except (EtcdError, ValueError):
+                pass  # Who is not known to be gone is waited for.
+        gateway.close()
