@@ -5,6 +5,7 @@ it would have been."""
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -38,6 +39,7 @@ UNSCALED: dict[str, Any] = {"initial_loss_scale": 2**10, "loss_scale_window": 10
 """Nothing overflows."""
 NARROW_SUMS = Tolerance(2e-5, 1e-2)
 """Seen are 3e-6 and 8e-4; two undisturbed jobs of four and two replicas differ by 1.3e-6."""
+ITERATION = re.compile(r"iteration +\d+/.*?number of nan iterations: +\d+ \|")
 
 
 def survive(jobs: Jobs, *injections: str, layout: dict[str, Any], plans: Sequence[str] = (), workers: int = 4) -> Job:
@@ -178,7 +180,7 @@ def test_without_the_plugin_megatron_trains_the_same(jobs: Jobs, tmp_path: Path,
 
 
 def told(log: str) -> list[list[str]]:
-    """What Megatron's log says of each iteration, but for times. Another process may have written before it, without an
-    end of line yet."""
-    lines = [line.rsplit("] ", 1)[1].split(" | ") for line in log.splitlines() if "loss scale:" in line]
+    """What Megatron's log says of each iteration, but for times. Another process may have written on the same line,
+    before it or after it."""
+    lines = [line.split(" | ") for line in ITERATION.findall(log)]
     return [[" ".join(part.split()) for part in line if "elapsed time" not in part] for line in lines]
