@@ -46,9 +46,13 @@ class Etcd:
 
     def start(self, *members: int) -> None:
         """Start members, and wait until the cluster answers."""
+        self.begin(*members)
+        self._await()
+
+    def begin(self, *members: int) -> None:
+        """Start members."""
         for member in members:
             self._members[member] = self._started(member)
-        self._await()
 
     def kill(self, *members: int) -> None:
         """End members without a word."""

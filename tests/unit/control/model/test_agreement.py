@@ -56,10 +56,13 @@ def test_no_course_of_a_small_job_breaks_the_contract(scope: Scope) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-def test_a_million_states_of_two_replicas_with_two_stages_keep_the_contract() -> None:
+def test_a_million_states_of_two_replicas_with_two_stages_keep_the_contract(
+    record_property: Callable[[str, object], None],
+) -> None:
     """The search fails by itself where one of them breaks it."""
     found = explore(Scope(4, pipeline=2, iterations=1, deaths=1, joins=1), MOST)
     print(found)
+    record_property("checker_states", found.states)
     assert found.states >= MOST
 
 
