@@ -81,9 +81,16 @@ class EventFile(NamedTuple):
     """How many events were left out, by what is wrong with them."""
 
 
-def read_events(path: str | os.PathLike[str]) -> EventFile:
-    """Read an event log that may have been cut off or damaged; raises OSError if it cannot be read at all."""
-    lines = Path(path).read_bytes().split(b"\n")
+def read_events(path: str | os.PathLike[str], last_bytes: int | None = None) -> EventFile:
+    """Read an event log that may have been cut off or damaged; raises OSError if it cannot be read at all.
+
+    Args:
+        last_bytes: read only so many, whose first line may lack its beginning; None: the whole log.
+    """
+    with Path(path).open("rb") as file:
+        if last_bytes is not None:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - last_bytes))
+        lines = file.read().split(b"\n")
     unfinished = lines.pop()
     events: list[Event] = []
     ignored: Counter[str] = Counter()

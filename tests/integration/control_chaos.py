@@ -39,7 +39,7 @@ class Blow:
 
 
 def random_blows(seed: int) -> tuple[Blow, ...]:
-    """Three to six, of which one at least is to a coordinator. One worker is left, and most of etcd in the end."""
+    """Two to six, of which one at least is to a coordinator. One worker is left, and most of etcd in the end."""
     random = Random(seed)
     lost = random.sample(range(NODES), 2)
     blows = [_to_a_coordinator(random) for _ in range(random.randint(1, MOST_COORDINATORS_LOST))]

@@ -63,6 +63,8 @@ from megatron_resihp.events.log import FILE_NAME as EVENTS
 from megatron_resihp.events.log import read_events
 from megatron_resihp.protocol.notices import ValidationOrder
 
+LOG_END: Final = 1 << 20
+"""Bytes of the events that a coordinator which takes over reads: the log of a long run is large."""
 CLOSING_S: Final = 5.0
 """How long each part may take to end."""
 
@@ -219,7 +221,7 @@ def _open_headquarters(options: LaunchOptions, seat: Seat, mailbox: Mailbox) -> 
     detection = Detection(lambda: _make_judge(seat.run_dir, requests.validate), bus)
     replanner = Replanner(seat.run_dir, size, bus, requests.change_plan)
     if seat.before is not None:
-        unknown = unlogged(seat.before.last, read_events(seat.run_dir / EVENTS).events)
+        unknown = unlogged(seat.before.last, read_events(seat.run_dir / EVENTS, LOG_END).events)
         for fact in seat.before.facts:
             if fact not in unknown:
                 bus.publish(fact)

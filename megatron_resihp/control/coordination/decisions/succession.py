@@ -6,7 +6,7 @@ Pure; may import `events`, `protocol` and this package's modules.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -26,6 +26,8 @@ Published = Notify | EpochPlan | EmergencyCheckpointOrder | Go | LogsWanted
 TAKEN_OVER_IN: Final = frozenset({Phase.RUNNING, Phase.REPORTING, Phase.BUILDING})
 """Before, workers can't be told from those of a job that never began. After, they save and end, which they can do
 alone."""
+LOGGED_S: Final = 5.0
+"""Long after a decision its events have been logged."""
 _FACTS: Final = (Job, Model, WorkerWaiting, WorkerDead)
 """Events that planner and detector need; of the starts of epochs, the last one."""
 
@@ -93,8 +95,14 @@ def succession(decisions: Decisions) -> Succession:
     return Succession(replay, decisions, tuple(published), tuple(facts), last, end)
 
 
-def unlogged(last: Iterable[Event], logged: Iterable[Event]) -> list[Event]:
-    """Those of `last` that are not among these, whenever they were logged."""
+def unlogged(last: Sequence[Event], logged: Sequence[Event]) -> list[Event]:
+    """Those of `last` that were not logged any more, as the coordinator was lost.
+
+    Args:
+        logged: at the end of the log, some seconds of it at least.
+    """
+    if any(event.time > each.time + LOGGED_S for event in logged for each in last[:1]):
+        return []  # it went on for long after that
     known = [replace(event, time=0.0) for event in logged]
     return [event for event in last if replace(event, time=0.0) not in known]
 

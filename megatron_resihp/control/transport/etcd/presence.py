@@ -71,7 +71,8 @@ class Presence:
                     self._tell(error)
                 told = True
         try:
-            gateway.revoke(lease)
+            if lease and not away:  # else nothing answers, for seconds
+                gateway.revoke(lease)
         except EtcdError:
             pass  # It has lapsed, or soon will.
         gateway.close()

@@ -170,3 +170,5 @@ def test_what_was_decided_last_and_not_logged_is_told() -> None:
     assert unlogged(last, [event for event in logged if not isinstance(event, WorkerDead)]) == [
         event for event in last if isinstance(event, WorkerDead)
     ]
+    later = replace(logged[0], time=last[0].time + 60.0)
+    assert unlogged(last, [later]) == [], "the end of a long log need not have what was logged long ago"
