@@ -90,6 +90,7 @@ class Etcd:
         while True:
             try:
                 gateway.get("any")
+                gateway.check_version()  # which several members agree on a moment later
                 return
             except EtcdError as error:
                 if "permission denied" in str(error):

@@ -98,11 +98,12 @@ class Stage:
         self._takeovers = 0
         self._away = set[int]()
         """Members of etcd."""
+        self.nodes: list[Job] = []
         first = self._options()
         self.leader = jobs.start(arguments, **self._leads, **first)
         self.coordinators = [self.leader]
         self._serve_until(lambda: "which join with" in self.leader.output())
-        self.nodes = [self._start(f"node{node}", node=node, **first) for node in range(NODES)]
+        self.nodes += [self._start(f"node{node}", node=node, **first) for node in range(NODES)]
         self._wait_for_another()
         self._serve_until(lambda: self.leader.events("iteration"))
 
