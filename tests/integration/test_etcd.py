@@ -366,6 +366,11 @@ class TestJob:
         with answering(answer) as port:
             assert said in refusal(launch(control=Location((Address("127.0.0.1", port),), "run")))
 
+    def test_a_new_cluster_is_waited_for_until_it_knows_its_version(self) -> None:
+        new = '{"etcdserver": "3.5.16", "etcdcluster": "3.0.0"}'
+        with answering(new, new, '{"etcdserver": "3.5.16", "etcdcluster": "3.5.0"}') as port:
+            Gateway(Location((Address("127.0.0.1", port),), "run")).check_version()
+
     @pytest.mark.nightly
     def test_ends_where_another_leads(
         self, place: Location, launch: Callable[..., Launched], monkeypatch: pytest.MonkeyPatch
@@ -431,14 +436,15 @@ def test_what_was_trained_is_saved_where_another_leads(place: Location, jobs: Jo
 
 
 @contextmanager
-def answering(text: str) -> Iterator[int]:
-    """A server that answers everything so; its port."""
+def answering(*texts: str) -> Iterator[int]:
+    """A server that gives these answers, and the last of them from then on; its port."""
+    left = list(texts)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(text.encode())
+            self.wfile.write((left.pop(0) if left[1:] else left[0]).encode())
 
         def log_message(self, *said: Any) -> None:
             pass

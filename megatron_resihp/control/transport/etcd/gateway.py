@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
@@ -21,6 +22,9 @@ from megatron_resihp.control.transport.etcd.location import Location
 ANSWER_S: Final = 2.0
 """For each step of a request to one member. A request to a member that is stopped must not cost the lease."""
 OLDEST: Final = (3, 4)
+AGREED_S: Final = 10.0
+"""How long members may take to agree on their cluster's version."""
+AGREED_LOOK_S: Final = 0.1
 PAGE: Final = 32
 """Keys that are read at once."""
 _AWAY: Final = (408, 429)
@@ -117,16 +121,28 @@ class Gateway:
             self._connection = None
 
     def check_version(self) -> None:
-        """Raises EtcdError unless this is an etcd that can be asked."""
+        """Raises EtcdError unless this is an etcd that can be asked.
+
+        Members of a new cluster call it 3.0 until they have agreed on its version, so that is waited for.
+        """
+        until = time.monotonic() + AGREED_S
+        server, cluster = self._versions()
+        while cluster < OLDEST <= server and time.monotonic() < until:
+            time.sleep(AGREED_LOOK_S)
+            server, cluster = self._versions()
+        if cluster < OLDEST:
+            found, oldest = (".".join(map(str, version)) for version in (cluster, OLDEST))
+            raise EtcdError(f"etcd at {self._members[0]} is {found}, and {oldest} is needed")
+
+    def _versions(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Of the member that answers, and of its cluster."""
         said = self._ask("GET", "/version", None)
-        text = str(said.get("etcdcluster", ""))
-        # A cluster that has just begun doesn't know its own.
-        version = re.match(r"(\d+)\.(\d+)\.", text) or re.match(r"(\d+)\.(\d+)\.", str(said.get("etcdserver", "")))
-        if version is None:
+        server = re.match(r"(\d+)\.(\d+)\.", str(said.get("etcdserver", "")))
+        if server is None:
             raise EtcdError(f"what answers at {self._members[0]} is no etcd")
-        if (int(version[1]), int(version[2])) < OLDEST:
-            oldest = ".".join(map(str, OLDEST))
-            raise EtcdError(f"etcd at {self._members[0]} is {version[1]}.{version[2]}, and {oldest} is needed")
+        # A cluster that has just begun doesn't know its own.
+        cluster = re.match(r"(\d+)\.(\d+)\.", str(said.get("etcdcluster", ""))) or server
+        return (int(server[1]), int(server[2])), (int(cluster[1]), int(cluster[2]))
 
     def grant(self, seconds: int) -> int:
         """A lease of this many seconds."""
