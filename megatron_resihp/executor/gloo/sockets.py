@@ -20,6 +20,7 @@ import socket
 import stat
 import sys
 from collections.abc import Collection, Iterable, Iterator
+from typing import NamedTuple
 
 CONNECT_S = 0.1
 WORD = 8
@@ -28,29 +29,96 @@ FAMILY = 2
 """Bytes of a socket address before the port."""
 
 
+class Ends(NamedTuple):
+    """What a TCP socket is bound to: its port, and its peer's; 0: it has no peer."""
+
+    listens: bool
+    own: int
+    peer: int
+
+
+_settled: dict[str, Ends | None] = {}
+"""By identity, what stays as it is: the ends of a socket that listens or is connected; None: it is no TCP socket."""
+
+
 def tcp_sockets(except_for: Collection[str] = ()) -> Iterator[tuple[str, socket.socket]]:
     """Every TCP socket of this process as (identity, duplicate); the duplicate is closed on the next step.
 
     Sockets in `except_for` are not duplicated: gloo ends the process if a socket that it closes while freeing a group
     has a duplicate.
     """
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            file = os.fstat(int(name))
-            identity = f"socket:[{file.st_ino}]"  # as /proc shows it
-            if not stat.S_ISSOCK(file.st_mode) or identity in except_for:
-                continue
-            duplicate = socket.socket(fileno=os.dup(int(name)))
-        except OSError:
-            continue
-        with duplicate:
-            if duplicate.family in (socket.AF_INET, socket.AF_INET6) and duplicate.type == socket.SOCK_STREAM:
+    for identity, number, _ in _found(except_for):
+        duplicate = _duplicate(number, identity)
+        if duplicate is not None:
+            with duplicate:
                 yield identity, duplicate
+
+
+def _found(except_for: Collection[str] = ()) -> Iterator[tuple[str, int, Ends]]:
+    """Every TCP socket, as identity and file descriptor, with its ends. Only those that may have changed are asked:
+    this is done several times in a recovery, and a socket's ends take ten times as long to find out as its identity."""
+    seen = set()
+    for number in map(int, os.listdir("/proc/self/fd")):
+        identity = _identity(number)
+        if identity is None:
+            continue
+        seen.add(identity)
+        if identity in except_for:
+            continue
+        if identity not in _settled:
+            ends, stays = _ask(number, identity)
+            if stays:
+                _settled[identity] = ends
+        else:
+            ends = _settled[identity]
+        if ends is not None:
+            yield identity, number, ends
+    for gone in set(_settled) - seen:
+        _settled.pop(gone, None)
+
+
+def _identity(number: int) -> str | None:
+    """Of the socket with this file descriptor, as /proc shows it; None: it is none."""
+    try:
+        file = os.fstat(number)
+    except OSError:
+        return None
+    return f"socket:[{file.st_ino}]" if stat.S_ISSOCK(file.st_mode) else None
+
+
+def _duplicate(number: int, identity: str) -> socket.socket | None:
+    """Of the socket with this file descriptor; None: it has been closed."""
+    try:
+        copy = os.dup(number)
+    except OSError:
+        return None
+    # Another may have got the number meanwhile.
+    if _identity(copy) == identity:
+        return socket.socket(fileno=copy)
+    os.close(copy)
+    return None
+
+
+def _ask(number: int, identity: str) -> tuple[Ends | None, bool]:
+    """A socket's ends, and whether they stay; None: it is no TCP socket, or has been closed."""
+    duplicate = _duplicate(number, identity)
+    if duplicate is None:
+        return None, False
+    with duplicate:
+        if duplicate.family not in (socket.AF_INET, socket.AF_INET6) or duplicate.type != socket.SOCK_STREAM:
+            return None, True
+        own = duplicate.getsockname()[1]
+        if duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return Ends(True, own, 0), True
+        try:
+            return Ends(False, own, duplicate.getpeername()[1]), True
+        except OSError:
+            return Ends(False, own, 0), False
 
 
 def identities(elsewhere_than: Collection[int] = ()) -> set[str]:
     """The TCP sockets that exist now, but for those at these ports of this process."""
-    return {identity for identity, tcp in tcp_sockets() if tcp.getsockname()[1] not in elsewhere_than}
+    return {identity for identity, _, ends in _found() if ends.own not in elsewhere_than}
 
 
 def ports(published: Iterable[bytes]) -> set[int]:
@@ -61,7 +129,7 @@ def ports(published: Iterable[bytes]) -> set[int]:
 def listeners(published: Iterable[bytes], except_for: set[str]) -> set[str]:
     """The listening sockets of gloo groups, given the groups' published values; never one of `except_for`."""
     own = ports(published)
-    return {identity for identity, tcp in tcp_sockets(except_for) if _listens(tcp) and tcp.getsockname()[1] in own}
+    return {identity for identity, _, ends in _found(except_for) if ends.listens and ends.own in own}
 
 
 def end_receiving(except_for: set[str], listening: set[int]) -> dict[str, socket.socket]:
@@ -71,17 +139,20 @@ def end_receiving(except_for: set[str], listening: set[int]) -> dict[str, socket
         by identity, the duplicate that keeps each connection open; close it once all peers have ended theirs.
     """
     kept: dict[str, socket.socket] = {}
-    for identity, tcp in tcp_sockets(except_for):
-        if identity in kept or _listens(tcp):
+    for identity, number, ends in _found(except_for):
+        if identity in kept or ends.listens or not {ends.own, ends.peer} & listening:
+            continue
+        duplicate = _duplicate(number, identity)
+        if duplicate is None:
             continue
         try:
-            if tcp.getsockname()[1] in listening or tcp.getpeername()[1] in listening:
-                tcp.shutdown(socket.SHUT_RD)
-                # It also makes gloo's socket blocking, so a send under way finishes; else gloo would queue and forget
-                # its rest.
-                kept[identity] = tcp.dup()
+            duplicate.shutdown(socket.SHUT_RD)
         except OSError:
-            continue  # already closed by its owner or its peer
+            duplicate.close()  # already closed by its owner or its peer
+            continue
+        # Gloo's own, too, is blocking then, so a send under way finishes; else gloo would queue and forget its rest.
+        duplicate.setblocking(True)
+        kept[identity] = duplicate
     return kept
 
 
@@ -97,11 +168,12 @@ def stand_in(sought: Iterable[tuple[bytes, int]], except_for: set[str]) -> int:
         the number of connections made.
     """
     sought = list(sought)
-    if not sought:
-        return 0
-    listeners = {
-        tcp.getsockname()[1]: (tcp.family, tcp.getsockname()) for _, tcp in tcp_sockets(except_for) if _listens(tcp)
-    }
+    wanted = {_published_port(published) for published, _ in sought}
+    listeners = {}
+    for identity, number, ends in _found(except_for) if sought else ():
+        if ends.listens and ends.own in wanted and (duplicate := _duplicate(number, identity)) is not None:
+            with duplicate:
+                listeners[ends.own] = duplicate.family, duplicate.getsockname()
     count = 0
     for published, rank in sought:
         listener = listeners.get(_published_port(published))
@@ -124,7 +196,3 @@ def _published_port(published: bytes) -> int:
     the value is something else, such as NCCL's id."""
     port_at = WORD + int.from_bytes(published[:WORD], sys.byteorder) + WORD + FAMILY
     return int.from_bytes(published[port_at : port_at + 2], "big")
-
-
-def _listens(tcp: socket.socket) -> bool:
-    return bool(tcp.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))

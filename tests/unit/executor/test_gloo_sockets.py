@@ -177,6 +177,28 @@ def test_sockets_without_a_peer_do_not_stop_the_rest(network: Network) -> None:
         assert has_ended(second[0])
 
 
+def test_one_that_has_connected_since_the_last_look_is_cut(network: Network) -> None:
+    gloo = network.listen()
+    with socket.socket() as client:
+        gloo_sockets.identities()
+        client.connect(gloo.getsockname())
+        with gloo.accept()[0]:
+            assert len(network.end(gloo)) == 2
+            assert has_ended(client)
+
+
+def test_another_that_has_the_number_of_a_closed_one_is_left_alone(network: Network) -> None:
+    gloo, other = network.listen(), network.listen()
+    client, _ = network.connect(gloo)
+    gloo_sockets.identities()
+    number = client.fileno()
+    client.close()
+    left = network.connect(other)
+    assert left[0].fileno() == number
+    network.end(gloo)
+    assert works(left)
+
+
 def test_nothing_is_left_open(network: Network) -> None:
     """Looking at a socket duplicates it; the duplicate would keep a closed connection alive."""
     client, server = network.connect(network.listen())
