@@ -3,11 +3,14 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 
 import torch
 
 CHUNK = 1 << 22
 """Words hashed at a time; bounds the extra memory."""
+KEPT = 1 << 14
+"""For so many words numbers of their positions are kept on each device: most states have many small slices."""
 WORD_BYTES = 8
 WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types by size in bytes."""
@@ -72,13 +75,26 @@ def _hash(words: torch.Tensor) -> torch.Tensor:
     for start in range(0, words.numel(), CHUNK):
         chunk = words[start : start + CHUNK].clone()
         # Each step is one-to-one modulo 2^64: no single changed bit can vanish, and swapped words change the sum.
-        chunk ^= torch.arange(chunk.numel(), device=chunk.device) * _POSITION
+        chunk ^= _positions(chunk)
         chunk *= _FIRST
         chunk ^= chunk >> 32 & 0xFFFFFFFF
         chunk *= _SECOND
         chunk ^= chunk >> 29 & 0x7FFFFFFFF
         value = value * 1_000_003 + chunk.sum()
     return value
+
+
+def _positions(words: torch.Tensor) -> torch.Tensor:
+    """A number for each word's position, that spreads over all bits."""
+    count = words.numel()
+    if count > KEPT:
+        return torch.arange(count, device=words.device) * _POSITION
+    return _first_positions(words.device)[:count]
+
+
+@cache
+def _first_positions(device: torch.device) -> torch.Tensor:
+    return torch.arange(KEPT, device=device) * _POSITION
 
 
 def _numbers(scalars: Sequence[torch.Tensor]) -> list[int]:

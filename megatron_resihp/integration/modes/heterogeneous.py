@@ -55,11 +55,11 @@ from megatron_resihp.integration.patches.checkpoints import args_with, distribut
 from megatron_resihp.integration.progress import NO_DOCUMENTS
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.slice_state import (
+    Holding,
     counted_gradients,
     counted_norm_squared,
     counted_parameters_squared,
     divide_by_tokens,
-    slice_digests,
     sum_inside_stage,
     summed_views,
     zeros_in,
@@ -302,7 +302,7 @@ class HeterogeneousState(ModeState):
 
     def digests(self, trained: Trained) -> dict[str, str]:
         shares = self._view.shares
-        return slice_digests(trained, shares.own, shares.cuts, shares.tied_head)
+        return Holding(trained, shares.own, shares.cuts, shares.tied_head).digests()
 
     @contextmanager
     def saving(self) -> Iterator[str]:

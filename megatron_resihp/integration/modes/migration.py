@@ -11,13 +11,19 @@ from megatron_resihp.executor.transfer import plan_transfers, receive_tensors, s
 from megatron_resihp.integration.progress import ContractBroken
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.digests import shard_digest
-from megatron_resihp.integration.state.shard import fill_shard, group_steps, shard_tensors, with_moments_on_device
+from megatron_resihp.integration.state.shard import (
+    fill_shard,
+    group_steps,
+    shard_tensors,
+    states_of,
+    with_moments_on_device,
+)
 from megatron_resihp.integration.state.slice_state import (
+    Holding,
     HostFiller,
     Redistribution,
     WholeState,
     move_state,
-    slice_digests,
 )
 from megatron_resihp.integration.trained import Trained
 from megatron_resihp.plan import Coordinate, ParallelPlan
@@ -76,27 +82,28 @@ def migrate_slices(
     own, worker, old = runtime.job.own, runtime.worker, runtime.held.live
     wanted = all_shards(spelled_out(order.plan, own.chunks))
     everything = [shard for table in (order.held, wanted) for shards in table.values() for shard in shards]
-    cuts, shares = cuts_of(everything), shares_of(everything)
-    new = None if trained is old else trained
+    layout = cuts_of(everything), own.tied_head, shares_of(everything)
+    before = Holding(old, order.held[worker], *layout, whole or WholeState(states_of(old), group_steps(old)))
+    after = None if trained is old else Holding(trained, wanted[worker], *layout)
     received = move_state(
-        runtime.mode.everybody, worker, old, new, Redistribution(order.held, wanted, cuts, own.tied_head, shares),
-        lambda: runtime.reach("recovery-migrate"), whole, filler,
+        runtime.mode.everybody, worker, before, after, Redistribution(order.held, wanted, *layout),
+        lambda: runtime.reach("recovery-migrate"), filler,
     )  # fmt: skip
-    digests = slice_digests(old, order.held[worker], cuts, own.tied_head, whole, shares)
-    filled = None if filler is None else filler.whole
-    after = {} if new is None else slice_digests(new, wanted[worker], cuts, own.tied_head, filled, shares)
-    return received, with_those_after(digests, after)
+    if after is None:
+        return received, before.digests()
+    if filler is not None:
+        after.whole = filler.whole
+    return received, with_those_after(before.digests(), after.digests())
 
 
 def digests_by_slice(
     runtime: Runtime, plan: ParallelPlan, trained: Trained, whole: WholeState | None = None
 ) -> dict[str, str]:
-    """Of what a plan gives this worker, cut no further than by this plan. `whole`: as of `slice_digests`."""
+    """Of what a plan gives this worker, cut no further than by this plan. `whole`: as of `Holding`."""
     own, shards = runtime.job.own, all_shards(spelled_out(plan, runtime.job.own.chunks))
     everything = [shard for held in shards.values() for shard in held]
-    return slice_digests(
-        trained, shards[runtime.worker], cuts_of(everything), own.tied_head, whole, shares_of(everything)
-    )
+    layout = cuts_of(everything), own.tied_head, shares_of(everything)
+    return Holding(trained, shards[runtime.worker], *layout, whole).digests()
 
 
 def with_those_after(before: dict[str, str], after: dict[str, str]) -> dict[str, str]:

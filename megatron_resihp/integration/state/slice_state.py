@@ -6,6 +6,7 @@ May import megatron and this package. Used under a heterogeneous plan, and on th
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -142,9 +143,72 @@ class Redistribution:
     shares: int = 1
 
 
+@dataclass
+class WholeState:
+    """The state of parameters, each one's as `states_of` gives it, and counts of steps as `group_steps` does."""
+
+    states: dict[int, dict[str, torch.Tensor]]
+    steps: Sequence[Any]
+
+
+@dataclass
+class Holding:
+    """Training objects by slices.
+
+    Args:
+        trained: these objects.
+        shards: what each chunk of the model holds.
+        cuts, tied_head, shares: as of `Redistribution`.
+        whole: the state of their parameters, if they have parts of it only, or none yet.
+    """
+
+    trained: Trained
+    shards: Sequence[Shard]
+    cuts: int
+    tied_head: int | None
+    shares: int = 1
+    whole: WholeState | None = None
+
+    @cached_property
+    def pieces(self) -> dict[Slice, list[Piece]]:
+        layout = self.cuts, self.tied_head, self.shares
+        found: dict[Slice, list[Piece]] = {piece: [] for piece in slices_of(self.shards, *layout)}
+        if self.shards:
+            for piece in pieces_of(self.trained.model, self.shards, *layout):
+                found[piece.slice].append(piece)
+            for piece in whole_pieces(self.trained.model, self.shards, self.tied_head, buffers_of):
+                found[piece.slice].append(piece)
+        return found
+
+    @property
+    def states(self) -> States:
+        return states_of(self.trained) if self.whole is None else self.whole.states
+
+    @property
+    def steps(self) -> Sequence[Any]:
+        """Counts of steps, of each parameter group."""
+        return group_steps(self.trained) if self.whole is None else self.whole.steps
+
+    def digests(self) -> dict[str, str]:
+        """A digest of each slice of this state; holders of a slice must agree.
+
+        Raises:
+            RuntimeError: word embeddings and head, both held here, differ.
+        """
+        states, found = self.states, {}
+        for piece, parts in sorted(self.pieces.items()):
+            copies = {digest_tensors(_on_device(_state(states, [part for part in parts if part.chunk == chunk])))
+                      for chunk in {part.chunk for part in parts}}  # fmt: skip
+            if len(copies) > 1:
+                raise RuntimeError("word embeddings and head differ, which should be the same")
+            experts = () if piece.share == NO_EXPERT else (piece.share, self.shares)
+            found["/".join(map(str, (piece.layer, piece.cut, self.cuts, *experts)))] = copies.pop() if copies else ""
+        return found
+
+
 def move_state(
-    group: SideGroup, worker: int, old: Trained, new: Trained | None, shards: Redistribution,
-    moved: Callable[[], None], whole: "WholeState | None" = None, filler: "Filler | None" = None,
+    group: SideGroup, worker: int, old: Holding, new: Holding | None, shards: Redistribution,
+    moved: Callable[[], None], filler: "Filler | None" = None,
 ) -> int:  # fmt: skip
     """Fill `new` with what its shards want, from the old objects and from other workers.
 
@@ -155,7 +219,6 @@ def move_state(
         new: freshly built for what `shards.wanted` says of this worker; None if it wants nothing new.
         shards: every member's, before and after.
         moved: called after each transfer that this worker takes part in.
-        whole: the state of the old objects' parameters, if they have parts of it only.
         filler: where the state goes, if not straight into `new`.
 
     Returns:
@@ -167,38 +230,24 @@ def move_state(
     moves, missing = plan_moves(holdings, needs)
     if missing:
         raise RuntimeError(f"no worker holds {', '.join(map(str, sorted(missing)))}")
-    whole = whole or WholeState(states_of(old), group_steps(old))
-    source = _by_slice(old, shards.held[worker], *layout)
-    target = _by_slice(new, shards.wanted[worker], *layout) if new is not None else {}
+    states = old.states
     if new is not None:
-        filler = filler or _Filler(new)
+        filler = filler or _Filler(new.trained)
         for piece in sorted(needs[worker] & holdings[worker]):
-            filler.fill(target[piece], _state(whole.states, source[piece]))
-        filler.set_steps(whole.steps)
+            filler.fill(new.pieces[piece], _state(states, old.pieces[piece]))
+        filler.set_steps(old.steps)
     received = 0
     for move in moves:
         if move.source == worker:
-            parts = {each: _state(whole.states, source[each]) for each in move.slices}
+            parts = {each: _state(states, old.pieces[each]) for each in move.slices}
             tensors = {f"{each}/{name}": view for each, views in parts.items() for name, view in views.items()}
-            send_tensors(group, move.target, tensors, {"steps": whole.steps})
+            send_tensors(group, move.target, tensors, {"steps": old.steps})
         elif move.target == worker:
-            assert filler is not None
-            received += _receive(group, move, filler, target, bool(old.away))
+            assert filler is not None and new is not None
+            received += _receive(group, move, filler, new.pieces, bool(old.trained.away))
         if worker in (move.source, move.target):
             moved()
     return received
-
-
-def _by_slice(
-    trained: Trained, shards: Sequence[Shard], cuts: int, tied_head: int | None, shares: int = 1
-) -> dict[Slice, list[Piece]]:
-    found: dict[Slice, list[Piece]] = {piece: [] for piece in slices_of(shards, cuts, tied_head, shares)}
-    if shards:
-        for piece in pieces_of(trained.model, shards, cuts, tied_head, shares):
-            found[piece.slice].append(piece)
-        for piece in whole_pieces(trained.model, shards, tied_head, buffers_of):
-            found[piece.slice].append(piece)
-    return found
 
 
 def _state(states: States, pieces: Iterable[Piece]) -> dict[str, torch.Tensor]:
@@ -222,14 +271,6 @@ def _receive(group: SideGroup, move: Move, filler: "Filler", target: Mapping[Sli
         filler.fill(target[piece], by_slice.get(str(piece), {}))
     filler.set_steps(extra["steps"])
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-
-
-@dataclass
-class WholeState:
-    """The state of parameters, each one's as `states_of` gives it, and counts of steps as `group_steps` does."""
-
-    states: dict[int, dict[str, torch.Tensor]]
-    steps: Sequence[Any]
 
 
 class Filler(Protocol):
@@ -269,7 +310,10 @@ class HostFiller:
 def _on_device(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """All but scalars on the device: a digest also says which tensors are together."""
     device = torch.device("cuda", torch.cuda.current_device())
-    return {name: tensor.to(device) if tensor.dim() else tensor.cpu() for name, tensor in tensors.items()}
+    return {
+        name: tensor.cpu() if not tensor.dim() else tensor if tensor.is_cuda else tensor.to(device)
+        for name, tensor in tensors.items()
+    }
 
 
 class _Filler:
@@ -326,25 +370,6 @@ def slice_states(
     trained: Trained, shards: Sequence[Shard], cuts: int, tied_head: int | None
 ) -> dict[Slice, dict[str, torch.Tensor]]:
     """All that these objects hold, as views by slice; where both are here, word embeddings and head are one."""
-    states = states_of(trained)
-    return {piece: _state(states, parts) for piece, parts in _by_slice(trained, shards, cuts, tied_head).items()}
-
-
-def slice_digests(
-    trained: Trained, shards: Sequence[Shard], cuts: int, tied_head: int | None, whole: WholeState | None = None,
-    shares: int = 1,
-) -> dict[str, str]:  # fmt: skip
-    """A digest of each slice of what these objects hold, or would with this state; holders of a slice must agree.
-
-    Raises:
-        RuntimeError: word embeddings and head, both held here, differ.
-    """
-    states, found = states_of(trained) if whole is None else whole.states, {}
-    for piece, parts in sorted(_by_slice(trained, shards, cuts, tied_head, shares).items()):
-        copies = {digest_tensors(_on_device(_state(states, [part for part in parts if part.chunk == chunk])))
-                  for chunk in {part.chunk for part in parts}}  # fmt: skip
-        if len(copies) > 1:
-            raise RuntimeError("word embeddings and head differ, which should be the same")
-        experts = () if piece.share == NO_EXPERT else (piece.share, shares)
-        found["/".join(map(str, (piece.layer, piece.cut, cuts, *experts)))] = copies.pop() if copies else ""
-    return found
+    holding = Holding(trained, shards, cuts, tied_head)
+    states = holding.states
+    return {piece: _state(states, parts) for piece, parts in holding.pieces.items()}

@@ -24,11 +24,10 @@ from megatron_resihp.integration.state.expert_biases import (
 from megatron_resihp.integration.state.extra_state import ExtraState
 from megatron_resihp.integration.state.shard import fill_shard, shard_tensors, states_of
 from megatron_resihp.integration.state.slice_state import (
+    Holding,
     HostFiller,
-    _by_slice,
     _Filler,
     gradient_views,
-    slice_digests,
     slice_states,
     summed_views,
 )
@@ -208,7 +207,7 @@ def test_slices_have_them_too(through_host: bool) -> None:
         "1/-1": ["buffer/expert_bias"], "2/-1": ["buffer/expert_bias"],
     }  # fmt: skip
     filler = HostFiller() if through_host else _Filler(new)
-    for piece, parts in _by_slice(new, [SHARD], 2, None).items():
+    for piece, parts in Holding(new, [SHARD], 2, None).pieces.items():
         filler.fill(parts, states[piece])
     if isinstance(filler, HostFiller):
         layers = new.model[0]["decoder"]["layers"]  # type: ignore[index]
@@ -221,10 +220,10 @@ def test_digests_of_slices_tell_of_them(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *_: tensor)
     one, other = trained(chunk()), trained(chunk())
-    before = slice_digests(one, [SHARD], 1, None)
-    assert before == slice_digests(other, [SHARD], 1, None)
+    before = Holding(one, [SHARD], 1, None).digests()
+    assert before == Holding(other, [SHARD], 1, None).digests()
     change_biases(one.model)
-    assert {key for key, digest in slice_digests(one, [SHARD], 1, None).items() if before[key] != digest} == {
+    assert {key for key, digest in Holding(one, [SHARD], 1, None).digests().items() if before[key] != digest} == {
         "1/-1/1", "2/-1/1",
     }  # fmt: skip
 
