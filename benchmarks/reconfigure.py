@@ -17,9 +17,9 @@ layers, unlike replicas. Nothing fails.
 - `bytes_new_share`: bytes of parameters, gradients and optimizer that workers built anew over those that they had, by
   kind of change; `fail_stop_bytes_new_share` after kills. The rest was taken over from the old objects.
 
-Fail-stop: in other jobs, run with `--resihp-strategy joint`, a worker is killed with SIGKILL once the planner has
-rehearsed and has made its plans for likely losses; the victim's tensor-parallel peers keep working in a plan whose
-replicas or stages differ.
+Fail-stop: in other jobs, run with `--resihp-strategy joint --resihp-carrier device`, a worker is killed with SIGKILL
+once the planner has rehearsed and has made its plans for likely losses; the victim's tensor-parallel peers keep working
+in a plan whose replicas or stages differ.
 
 - `fail_stop_s`: median over the kills of what kills.py calls `in_place_s`: without the redone iteration's own compute.
 - `fail_stop_phases`: medians; `agree` holds `planning_s`, what the strategy itself took, unless that was before.
@@ -63,7 +63,8 @@ from megatron_resihp.plan.slices import TIED, WHOLE, Slice, all_shards, cuts_of,
 
 GOALS: Final = {"voluntary_stall_s": 0.3, "fail_stop_s": 1.0}
 LAUNCH: Final = ("--heartbeat-timeout", "600")
-STRATEGY: Final = ("--resihp-strategy", "joint", "--resihp-plan-wait", "60")
+STRATEGY: Final = ("--resihp-strategy", "joint", "--resihp-plan-wait", "60", "--resihp-carrier", "device")
+"""So small a model is only given a plan of unlike replicas if it isn't the host that carries what these cost."""
 VICTIMS: Final = (3, 6, 1, 4)
 """The workers to kill, one after another; each has a tensor-parallel peer."""
 MOMENT: Final = 0.5

@@ -154,9 +154,16 @@ def test_logs_through_a_kill(jobs: Jobs, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("compiled_planner")
 @pytest.mark.parametrize("model", [{}, PER_TOKEN, LLAMA], ids=["per micro-batch", "per token", "two query groups"])
 def test_a_planner_plans_for_the_survivors_of_a_death(jobs: Jobs, model: dict[str, Any]) -> None:
-    """Seven of eight, for whom it wants stages of other degrees than the job's own."""
+    """Seven of eight, for whom it wants stages of other degrees than the job's own: where the device's links carry what
+    these cost. Through the host that takes so small a model longer than all its work."""
     model = MODEL | UNIFORM_LAYOUT | model
-    arguments = tiny(**model, resihp_strategy="joint", resihp_inject="kill:5@6:backward", resihp_plan_wait=60)
+    arguments = tiny(
+        **model,
+        resihp_strategy="joint",
+        resihp_carrier="device",
+        resihp_inject="kill:5@6:backward",
+        resihp_plan_wait=60,
+    )
     job = jobs.start(arguments, workers=8).wait(240.0)
     check_training(job, jobs.reference(tiny(**model), workers=8))
     assert [event["strategy"] for event in job.events("planned")] == ["joint"] and not job.events("plan_failed")
