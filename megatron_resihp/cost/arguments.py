@@ -5,8 +5,10 @@ from typing import Final
 
 ARGUMENTS: Final = (
     "add_bias_linear", "add_qkv_bias", "attention_backend", "attention_dropout", "attention_output_gate",
-    "expert_model_parallel_size", "expert_tensor_parallel_size",
+    "experimental_attention_variant", "expert_model_parallel_size", "expert_tensor_parallel_size",
     "ffn_hidden_size", "group_query_attention", "hidden_dropout", "hidden_size", "kv_channels", "kv_lora_rank",
+    "linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads",
+    "linear_num_value_heads", "linear_value_head_dim",
     "make_vocab_size_divisible_by", "max_position_embeddings", "moe_ffn_hidden_size", "moe_layer_freq",
     "moe_router_topk", "moe_shared_expert_gate", "moe_shared_expert_intermediate_size", "multi_latent_attention",
     "normalization", "num_attention_heads", "num_experts", "num_layers", "num_query_groups", "padded_vocab_size",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of each kind of block that Megatron builds: attention, MLP, experts, Mamba, embedding, head.
+"""The parts of each kind of block that Megatron builds: attentions, MLP, experts, Mamba, embedding, head.
 
 Imports `parts`. Activations are those that Megatron keeps from F to B with fused kernels. They follow Korthikanti et
 al., Reducing Activation Recomputation in Large Transformer Models (arXiv 2205.05198), table 2. They are generalised to
@@ -24,7 +24,7 @@ class Widths:
     """Sizes and switches of a model.
 
     `norm`: vectors of a norm, 1 without bias; `positions`: learned positions; `ffn` and `expert_ffn`: columns of an
-    MLP; `groups`: query groups; `q_rank`: 0 if queries are not compressed.
+    MLP; `groups`: query groups; `q_rank`: 0 if queries are not compressed; `linear_…`: of a gated delta net.
     """
 
     hidden: int
@@ -60,6 +60,11 @@ class Widths:
     mamba_head_width: int
     mamba_groups: int
     mamba_state: int
+    linear_key_heads: int
+    linear_value_heads: int
+    linear_key_width: int
+    linear_value_width: int
+    linear_convolution: int
 
     @property
     def hidden_bytes(self) -> int:
@@ -120,6 +125,27 @@ def _score_bytes(w: Widths) -> float:
     if w.fused_attention:
         return 0.0
     return float(w.heads * (2 * w.element_bytes + MASK_BYTES if w.attention_dropout else w.element_bytes))
+
+
+def gated_delta_net(w: Widths) -> tuple[Part, ...]:
+    """Norm and gated delta net (arXiv 2412.06464), an attention whose time is linear in the tokens.
+
+    FLOPs are counted as in Megatron. Activations are those of fused kernels: the projections, what the convolution
+    makes of them, and the output before and after its gate.
+    """
+    queries, values = w.linear_key_heads * w.linear_key_width, w.linear_value_heads * w.linear_value_width
+    convolved = 2 * queries + values
+    projected = convolved + values + 2 * w.linear_value_heads
+    weights = w.hidden * projected + values * w.hidden
+    # Of each value head the decay and its bias, too.
+    small = w.linear_convolution * convolved + 2 * w.linear_value_heads
+    shared = Part(
+        "key heads", w.linear_key_heads, parameters=weights + small,
+        weight_flops=2 * weights,
+        token_flops=2 * (w.linear_convolution * convolved + 4 * values * w.linear_value_width),
+        token_bytes=(projected + convolved + 2 * values) * w.element_bytes,
+    )  # fmt: skip
+    return (*_normed_input(w), shared, Part("norm", parameters=w.norm * w.linear_value_width))
 
 
 def mlp(w: Widths) -> tuple[Part, ...]:

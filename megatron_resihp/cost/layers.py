@@ -15,6 +15,7 @@ from megatron_resihp.cost.blocks import (
     Widths,
     attention,
     embedding,
+    gated_delta_net,
     head,
     mamba,
     mlp,
@@ -35,6 +36,9 @@ class LayerKind(StrEnum):
     EMBEDDING = "embedding"
     TRANSFORMER = "transformer"
     MOE_TRANSFORMER = "moe transformer"
+    LINEAR_TRANSFORMER = "linear transformer"
+    """Its attention's time is linear in the tokens."""
+    LINEAR_MOE_TRANSFORMER = "linear moe transformer"
     ATTENTION = "attention"
     MLP = "mlp"
     MOE = "moe"
@@ -46,6 +50,8 @@ LETTERS: Mapping[LayerKind, str] = {
     LayerKind.EMBEDDING: "E",
     LayerKind.TRANSFORMER: "t",
     LayerKind.MOE_TRANSFORMER: "t",
+    LayerKind.LINEAR_TRANSFORMER: "t",
+    LayerKind.LINEAR_MOE_TRANSFORMER: "t",
     LayerKind.HEAD: "L",
 }
 """Letters of Megatron's pipeline layout. It has none for the layers of hybrid models."""
@@ -181,13 +187,15 @@ def _decoder_layers(arguments: Mapping[str, Any], widths: Widths) -> list[Layer]
     if pattern:
         return _hybrid_layers(str(pattern), widths)
     count = _need(arguments, "num_layers")
-    is_moe = _moe_pattern(arguments, count)
-    return [_transformer(widths, moe_layer) for moe_layer in is_moe]
+    kinds = zip(_linear_pattern(arguments, count), _moe_pattern(arguments, count), strict=True)
+    return [_transformer(widths, linear, moe_layer) for linear, moe_layer in kinds]
 
 
-def _transformer(widths: Widths, moe_layer: bool) -> Layer:
-    kind = LayerKind.MOE_TRANSFORMER if moe_layer else LayerKind.TRANSFORMER
-    return Layer(kind, (*attention(widths), *(moe if moe_layer else mlp)(widths)), widths.hidden_bytes)
+def _transformer(widths: Widths, linear: bool, moe_layer: bool) -> Layer:
+    dense = LayerKind.LINEAR_TRANSFORMER if linear else LayerKind.TRANSFORMER
+    mixed = LayerKind.LINEAR_MOE_TRANSFORMER if linear else LayerKind.MOE_TRANSFORMER
+    first, second = gated_delta_net if linear else attention, moe if moe_layer else mlp
+    return Layer(mixed if moe_layer else dense, (*first(widths), *second(widths)), widths.hidden_bytes)
 
 
 def _hybrid_layers(pattern: str, widths: Widths) -> list[Layer]:
@@ -212,6 +220,20 @@ def _moe_pattern(arguments: Mapping[str, Any], layers: int) -> list[bool]:
     if len(frequency) != layers:
         raise ModelError(f"moe_layer_freq has {len(frequency)} elements for {layers} layers")
     return [bool(each) for each in frequency]
+
+
+def _linear_pattern(arguments: Mapping[str, Any], layers: int) -> list[bool]:
+    """For each transformer layer, whether its attention is linear: all but every n-th one's, or those of a list."""
+    variant, frequency = arguments.get("experimental_attention_variant"), arguments.get("linear_attention_freq")
+    if variant is None:
+        return [False] * layers
+    if variant != "gated_delta_net":
+        raise ModelError(f"experimental_attention_variant {variant} is not modelled")
+    if isinstance(frequency, int):
+        return [(number + 1) % frequency != 0 for number in range(layers)]
+    if len(frequency or ()) != layers:
+        raise ModelError(f"linear_attention_freq has {len(frequency or ())} elements for {layers} layers")
+    return [bool(each) for each in frequency or ()]
 
 
 def _widths(arguments: Mapping[str, Any]) -> Widths:
@@ -259,6 +281,11 @@ def _widths(arguments: Mapping[str, Any]) -> Widths:
         mamba_head_width=arguments.get("mamba_head_dim", 64),
         mamba_groups=arguments.get("mamba_num_groups", 8),
         mamba_state=arguments.get("mamba_state_dim", 128),
+        linear_key_heads=arguments.get("linear_num_key_heads") or 0,
+        linear_value_heads=arguments.get("linear_num_value_heads") or 0,
+        linear_key_width=arguments.get("linear_key_head_dim") or 0,
+        linear_value_width=arguments.get("linear_value_head_dim") or 0,
+        linear_convolution=arguments.get("linear_conv_kernel_dim") or 0,
     )
 
 

@@ -35,6 +35,7 @@ _KINDS: Final = {
     LayerKind.ATTENTION: emulated.LayerKind.ATTENTION,
     LayerKind.MLP: emulated.LayerKind.MLP,
     LayerKind.MOE_TRANSFORMER: emulated.LayerKind.MOE,
+    LayerKind.LINEAR_MOE_TRANSFORMER: emulated.LayerKind.MOE,
     LayerKind.MAMBA: emulated.LayerKind.MAMBA,
     LayerKind.HEAD: emulated.LayerKind.HEAD,
 }

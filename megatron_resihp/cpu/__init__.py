@@ -48,10 +48,11 @@ def install(force: bool = False) -> bool:
     distributed.install()
     compilation.install()
 
-    from megatron_resihp.cpu import checkpoint_writer, dataset_helpers, megatron_parts, recomputation
+    from megatron_resihp.cpu import checkpoint_writer, dataset_helpers, linear_attention, megatron_parts, recomputation
 
     dataset_helpers.install()
     megatron_parts.install()
+    linear_attention.install()
     recomputation.install()
     checkpoint_writer.install()
     _installed = True

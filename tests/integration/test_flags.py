@@ -50,6 +50,11 @@ LATENT: dict[str, Any] = {
     "disable_bias_linear": True, "sequence_parallel": True, "recompute_granularity": "selective",
     "recompute_modules": ["layernorm", "mla_up_proj"],
 }  # fmt: skip
+LINEAR: dict[str, Any] = EXPERTS | {
+    "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 2, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 4, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "sequence_parallel": True, "swiglu": True,
+}  # fmt: skip
 GROUPED: dict[str, Any] = EXPERTS | {
     "moe_grouped_gemm": True, "swiglu": True, "sequence_parallel": True, "moe_shared_expert_intermediate_size": 32,
     "moe_shared_expert_gate": True, "recompute_granularity": "selective",
@@ -84,6 +89,7 @@ SHARED_OUT: dict[str, Any] = {
             "gradient descent": DESCENT,
             "grouped experts": GROUPED,
             "latent attention": LATENT,
+            "linear attention": LINEAR,
             "further predictions": PREDICTIONS | EXPERTS | {"sequence_parallel": True},
         }.items()
     ],

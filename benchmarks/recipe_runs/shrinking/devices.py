@@ -20,8 +20,7 @@ MISSING: Final = {
         "--outer-dp-sharding-strategy", "--init-model-with-meta-device", "--fsdp", "--use-nccl-ub",
     ),
     "blocks that assert Transformer Engine": (
-        "--experimental-attention-variant", "--linear-", "--dsa-",
-        "--fine-grained-activation-offloading", "--offload-modules",
+        "--dsa-", "--fine-grained-activation-offloading", "--offload-modules",
     ),
     "a teacher of another library": ("--export-",),
 }  # fmt: skip
@@ -77,6 +76,8 @@ def _replace_kernels(draft: Draft) -> None:
     if draft.has("--moe-grouped-gemm") and "moe_act" in modules:
         # Megatron recomputes it for grouped experts only, and wants another module named in its place.
         use("--recompute-modules", " ".join(name for name in modules if name != "moe_act") or "mlp")
+    if draft.text("--experimental-attention-variant") == "gated_delta_net" and not draft.has("--deterministic-mode"):
+        draft.kernels.append("the rule of Flash Linear Attention -> Megatron's own in torch")
     for flag in draft.beginning(*KERNEL_FLAGS):
         draft.kernels.append(f"{flag} {draft.text(flag)}".rstrip() + " -> Megatron's own")
         draft.drop(flag)

@@ -124,7 +124,11 @@ def _shrink_layout(draft: Draft, stages: int) -> int:
 
 
 def _shrink_frequencies(draft: Draft, layers: int) -> None:
-    """Which layers have experts: some layers without come first, as many of four as can show it."""
+    """Which layers have experts: some layers without come first, as many of four as can show it. Which have linear
+    attention: all but the last one."""
     pattern = draft.text("--moe-layer-freq")
     if "[" in pattern:
         draft.set("--moe-layer-freq", f"([0]*1+[1]*{layers - 1})" if "[0]" in pattern else f"([1]*{layers})")
+    pattern = draft.text("--linear-attention-freq")
+    if "[" in pattern:
+        draft.set("--linear-attention-freq", f"([1]*{layers - 1}+[0]*1)" if "[0]" in pattern else f"([1]*{layers})")

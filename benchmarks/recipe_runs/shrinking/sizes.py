@@ -13,8 +13,11 @@ SEQUENCE: Final = 32
 VOCABULARY: Final = 127
 EXPERTS, GROUPED_EXPERTS = 8, 16
 
-LATENT: Final = {"--qk-head-dim": 16, "--qk-pos-emb-head-dim": 8, "--v-head-dim": 16}
-"""The most that parts of a head have in latent attention."""
+HEAD_PARTS: Final = {
+    "--qk-head-dim": 16, "--qk-pos-emb-head-dim": 8, "--v-head-dim": 16, "--linear-key-head-dim": 8,
+    "--linear-value-head-dim": 8,
+}  # fmt: skip
+"""The most that parts of a head have in latent and in linear attention."""
 WIDTHS: Final = (
     "--ffn-hidden-size", "--moe-ffn-hidden-size", "--moe-shared-expert-intermediate-size", "--q-lora-rank",
     "--kv-lora-rank", "--mup-base-hidden-size", "--moe-latent-size",
@@ -40,7 +43,7 @@ def _shrink_widths(draft: Draft) -> None:
     draft.change("--num-query-groups", max(draft.number("--num-query-groups") * fewer_heads // heads, 1))
     draft.change("--num-attention-heads", fewer_heads)
     draft.change("--hidden-size", HIDDEN)
-    for flag, most in LATENT.items():
+    for flag, most in HEAD_PARTS.items():
         draft.change(flag, min(draft.number(flag), most))
 
 

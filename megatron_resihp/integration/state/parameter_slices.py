@@ -3,12 +3,14 @@
 
 May import torch and `plan`. Names are Megatron's, below the layer; so they agree between holders of a slice however
 their shards are cut. A gated MLP's first weight holds a part of the gate and the same part of the up-projection
-(`partition_stride`), and a slice has a part of both; query groups and heads are contiguous.
+(`partition_stride`), and a slice has a part of both; query groups and heads are contiguous. A gated delta net joins
+projections of unlike lengths in one weight (`sections_of`), and a slice has a part of each.
 """
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Final
 
 import torch
@@ -44,6 +46,7 @@ class Piece:
         chunk: index of the model chunk that it is in, among this worker's own.
         dim, stride, count, index: the part of a tensor shaped like the parameter: part `index` of `count` of each of
             `stride` blocks along `dim`; all of it if `count` is 0.
+        start, length: the section along `dim` that is cut so.
     """
 
     slice: Slice
@@ -54,15 +57,19 @@ class Piece:
     stride: int = 1
     count: int = 0
     index: int = 0
+    start: int = 0
+    length: int = 0
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The view of a tensor that is shaped like the parameter."""
         if not self.count:
             return tensor
-        before, (extent, *after) = tensor.shape[: self.dim], tensor.shape[self.dim :]
-        length = extent // (self.stride * self.count)
+        whole = self.length == tensor.shape[self.dim]
+        section = tensor if whole else tensor.narrow(self.dim, self.start, self.length)
+        before, after = section.shape[: self.dim], section.shape[self.dim + 1 :]
+        length = self.length // (self.stride * self.count)
         # As `unflatten`, which takes three times as long; a recovery does this thousands of times.
-        parts = tensor.view(*before, self.stride, self.count, length, *after)
+        parts = section.view(*before, self.stride, self.count, length, *after)
         return parts.select(self.dim + 1, self.index)
 
 
@@ -83,6 +90,7 @@ def pieces_of(
     """
     for chunk, (module, shard) in enumerate(zip(model, shards, strict=True)):
         parameters: dict[str, Any] = {name.replace("module.", ""): each for name, each in module.named_parameters()}
+        sections = sections_of(module)
         for name, parameter in parameters.items():
             layer, inner = place_of(name, shard, tied_head, module, parameters)
             share, inner = expert_of(inner, shard, module.config, shares) if shares > 1 else (NO_EXPERT, inner)
@@ -92,13 +100,52 @@ def pieces_of(
                 yield Piece(Slice(layer, WHOLE, share), inner, parameter, chunk)
                 continue
             numbers = cuts_of(shard, cuts)
-            dim, stride = (0, 1) if offsets else (parameter.partition_dim, parameter.partition_stride)
+            dim, stride = (0, 1) if offsets else (parameter.partition_dim, getattr(parameter, "partition_stride", 1))
             if GROUPED_EXPERTS.search(name) and module.config.gated_linear_unit:
                 stride = 2
-            if parameter.shape[dim] % (stride * len(numbers)):
-                raise ValueError(f"{name}, {parameter.shape[dim]} along {dim}, can't be cut in {len(numbers)} parts")
-            for index, number in enumerate(numbers):
-                yield Piece(Slice(layer, number, share), inner, parameter, chunk, dim, stride, len(numbers), index)
+            for section, start, length in sections.get(name, (("", 0, parameter.shape[dim]),)):
+                if length % (stride * len(numbers)):
+                    raise ValueError(f"{name}, {length} along {dim}, can't be cut in {len(numbers)} parts")
+                part = inner + section, parameter, chunk, dim, stride, len(numbers)
+                for index, number in enumerate(numbers):
+                    yield Piece(Slice(layer, number, share), *part, index, start, length)
+
+
+def sections_of(chunk: Any) -> dict[str, tuple[tuple[str, int, int], ...]]:
+    """By parameter, the sections that it joins along the dimension in which it is cut, each of which is cut by itself:
+    an ending for the parameter's name, where the section begins, and its length.
+
+    Megatron's gated delta net has all projections of its input in one weight, and convolutions of the first three in
+    another (`GatedDeltaNet.sharded_state_dict`).
+    """
+    found: dict[str, tuple[tuple[str, int, int], ...]] = {}
+    for path, module in _delta_nets(chunk):
+        queries, values, heads = module.qk_dim_local_tp, module.v_dim_local_tp, module.num_value_heads // module.tp_size
+        lengths = {
+            "query": queries, "key": queries, "value": values, "gate": values, "beta": heads, "alpha": heads
+        }  # fmt: skip
+        starts = (end - length for end, length in zip(accumulate(lengths.values()), lengths.values(), strict=True))
+        sections = tuple(
+            (f"[{name}]", start, length) for (name, length), start in zip(lengths.items(), starts, strict=True)
+        )
+        prefix = path.replace("module.", "")
+        found |= {f"{prefix}.in_proj.{kind}": sections for kind in ("weight", "bias")}
+        found |= {f"{prefix}.conv1d.{kind}": sections[:3] for kind in ("weight", "bias")}
+    return found
+
+
+def output_norms(model: Iterable[Any]) -> Iterator[Any]:
+    """The norms behind the heads of gated delta nets, which all heads share."""
+    for chunk in model:
+        for _, module in _delta_nets(chunk):
+            yield module.out_norm
+
+
+def _delta_nets(chunk: Any) -> Iterator[tuple[str, Any]]:
+    if getattr(chunk.config, "experimental_attention_variant", None) == "gated_delta_net":
+        for path, module in chunk.named_modules():
+            if hasattr(module, "conv_dim_local_tp"):
+                yield path, module
 
 
 def expert_of(inner: str, shard: Shard, config: Any, shares: int) -> tuple[int, str]:

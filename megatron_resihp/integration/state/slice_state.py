@@ -19,7 +19,13 @@ from megatron_resihp.executor.digest import digest_tensors
 from megatron_resihp.executor.groups.side_group import SideGroup
 from megatron_resihp.executor.transfer import receive_tensors, send_tensors
 from megatron_resihp.integration.state.expert_biases import TOKENS, named_counts, share_counts
-from megatron_resihp.integration.state.parameter_slices import Piece, counted_by_megatron, pieces_of, whole_pieces
+from megatron_resihp.integration.state.parameter_slices import (
+    Piece,
+    counted_by_megatron,
+    output_norms,
+    pieces_of,
+    whole_pieces,
+)
 from megatron_resihp.integration.state.shard import buffers_of, group_steps, put, states_of
 from megatron_resihp.integration.trained import Trained, parts_of
 from megatron_resihp.integration.world.slice_shares import SliceShares
@@ -41,6 +47,11 @@ def sum_inside_stage(model: Sequence[Any]) -> None:
     _allreduce_non_tensor_model_parallel_grads(model, config, peers)
     if config.sequence_parallel:
         share_counts(model, lambda counts: dist.all_reduce(counts, group=peers), TOKENS)
+        return
+    # Each member has those of its own heads. Megatron sums these only with those that sequence parallelism splits.
+    for norm in output_norms(model):
+        for parameter in norm.parameters():
+            dist.all_reduce(parameter.main_grad, group=peers)
 
 
 def gradient_views(model: Sequence[Any], shares: SliceShares) -> dict[Slice, list[tuple[str, torch.Tensor]]]:

@@ -91,6 +91,24 @@ class TestParameters:
         convolution = (inner + states) * 4 + (inner + states)
         assert mamba.parameters == 4096 + projections + convolution + 3 * 128 + inner
 
+    def test_of_a_gated_delta_net(self) -> None:
+        """All layers but each third one have it."""
+        sizes = {
+            "linear_attention_freq": 3, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 64,
+            "linear_value_head_dim": 32, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+        }  # fmt: skip
+        model = model_from_arguments({**GPT, **sizes, "experimental_attention_variant": "gated_delta_net"})
+        plain = model_from_arguments(GPT).layers[1]
+        assert [layer is plain or layer == plain for layer in model.layers[1:-1]] == [False, False, True, False]
+        h, queries, values = 512, 4 * 64, 8 * 32
+        attention = 3 * h * h + 3 * h + h * h + h
+        delta_net = h * (2 * queries + 2 * values + 2 * 8) + values * h + 4 * (2 * queries + values) + 2 * 8 + 2 * 32
+        assert model.layers[1].parameters - plain.parameters == delta_net - attention
+        assert model.layers[1].square_flops == 0
+        model.require_even(4)
+        with pytest.raises(ShardError, match="8 TP members can't share 4 key heads"):
+            model.require_even(8)
+
     @pytest.mark.parametrize("name", ["llama2-13b", "llama2-70b", "gemma-7b", "deepseek-v2-lite"])
     def test_as_megatron_reports_them(self, name: str) -> None:
         memory = pytest.importorskip("megatron.training.theoretical_memory_usage")

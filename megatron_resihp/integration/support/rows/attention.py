@@ -11,13 +11,13 @@ from megatron_resihp.integration.support.notation import (
     unread,
     without,
 )
+from megatron_resihp.integration.support.row import Together
 
 _ATTENTION = "core.transformer.dot_product_attention:DotProductAttention"
 _ROTARY = "core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding"
 _YARN = "core.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding"
 _FLAGS = "integration/test_flags.py::test_a_death_and_other_degrees"
 _INDEXER = "core.transformer.experimental_attention_variant.dsa:DSAttention"
-_LINEAR = "core.transformer.transformer_config:TransformerConfig.__post_init__"
 
 _HEADS: Rows = joined(
     tested(
@@ -106,12 +106,26 @@ _COMPRESSED: Rows = joined(
 )
 
 _VARIANTS: Rows = joined(
-    refused(
+    tested(
+        _FLAGS,
         "experimental_attention_variant",
-        "these layers need Transformer Engine on a GPU, and no test holds how their parameters are cut",
+        condition=Together(
+            lambda given: (
+                given["experimental_attention_variant"] == "gated_delta_net"
+                and given["context_parallel_size"] == 1
+                and (given["sequence_parallel"] or given["tensor_model_parallel_size"] == 1)
+            ),
+            "use gated_delta_net, the only one whose slices a test holds, without context parallelism; with tensor"
+            " parallelism add --sequence-parallel, or Megatron doesn't sum the gradients of its output norms",
+        ),
+    ),
+    tested(
+        _FLAGS,
+        """linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
+        linear_num_key_heads linear_num_value_heads""",
     ),
     without(
-        "experimental_attention_variant",
+        "experimental_attention_variant=dsa",
         _INDEXER,
         """dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_topk_freq
         dsa_indexer_skip_topk_offset dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss
@@ -119,15 +133,9 @@ _VARIANTS: Rows = joined(
         dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32""",
     ),
     without(
-        "experimental_attention_variant",
+        "experimental_attention_variant=dsa",
         "core.transformer.experimental_attention_variant.dsa_kernels:_get_dsa_kernel_backend",
         "dsa_kernel_backend",
-    ),
-    without(
-        "experimental_attention_variant",
-        _LINEAR,
-        """linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
-        linear_num_key_heads linear_num_value_heads""",
     ),
 )
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +35,8 @@ def model_of(worker: int, masters: bool = False) -> list[torch.nn.Module]:
 
 
 def chunk_of(worker: int, masters: bool, *names: str) -> torch.nn.Module:
-    module = torch.nn.Module()
+    module: Any = torch.nn.Module()
+    module.config = SimpleNamespace()
     for name in names:
         kept = HELD[worker] if name in CUT else slice(None)
         whole, gradient = torch.randn(8, 3), torch.randn(8, 3) * (torch.rand(8, 3) < 0.5)
@@ -45,8 +47,9 @@ def chunk_of(worker: int, masters: bool, *names: str) -> torch.nn.Module:
             parameter.main_param = 2 * parameter.detach()
         module.register_parameter(name.replace(".", "/"), parameter)
     named = list(module.named_parameters())
-    module.named_parameters = lambda: [(name.replace("/", "."), each) for name, each in named]  # type: ignore[assignment, method-assign]
-    return module
+    module.named_parameters = lambda: [(name.replace("/", "."), each) for name, each in named]
+    chunk: torch.nn.Module = module
+    return chunk
 
 
 def parameters_of(worker: int) -> dict[str, torch.nn.Parameter]:

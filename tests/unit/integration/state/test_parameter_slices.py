@@ -42,6 +42,38 @@ def test_a_slice_of_grouped_experts_is_the_same_whoever_holds_it(gated: bool) ->
     assert alone[0] == ([0, 1, 4, 5] if gated else [0, 1, 2, 3])
 
 
+def delta_net(rows: torch.Tensor, members: int, weight: str) -> tuple[SimpleNamespace, torch.nn.Parameter]:
+    """One member's part of a model with a gated delta net, of two key heads of width 2 and two value heads of 3."""
+    name, parameter = f"module.decoder.layers.0.self_attention.{weight}", marked(rows)
+    del parameter.partition_stride  # Megatron says none for convolutions
+    net = SimpleNamespace(
+        conv_dim_local_tp=14 // members, qk_dim_local_tp=4 // members, v_dim_local_tp=6 // members, num_value_heads=2,
+        tp_size=members,
+    )  # fmt: skip
+    config = SimpleNamespace(gated_linear_unit=False, experimental_attention_variant="gated_delta_net")
+    return SimpleNamespace(
+        config=config,
+        named_parameters=lambda: [(name, parameter)],
+        named_modules=lambda: [("module.decoder.layers.0.self_attention", net)],
+    ), parameter
+
+
+@pytest.mark.parametrize(("weight", "lengths"), [("in_proj.weight", (4, 4, 6, 6, 2, 2)), ("conv1d.weight", (4, 4, 6))])
+def test_a_slice_of_a_gated_delta_net_is_the_same_whoever_holds_it(weight: str, lengths: tuple[int, ...]) -> None:
+    """Queries, keys, values, gates and two numbers for each head, of which each of two members has its half."""
+    sections = torch.arange(float(sum(lengths))).split(lengths)
+    halves = [torch.cat([section.chunk(2)[member] for section in sections]) for member in range(2)]
+
+    def cut_of(rows: torch.Tensor, shard: Shard) -> dict[tuple[object, str], list[float]]:
+        module, parameter = delta_net(rows, shard.tp_degree, weight)
+        pieces = pieces_of([module], [shard], 2, None)
+        return {(piece.slice, piece.name): piece.of(parameter).flatten().tolist() for piece in pieces}
+
+    alone = cut_of(torch.cat(sections), Shard(1, 2, 0, 1))
+    assert alone == cut_of(halves[0], Shard(1, 2, 0, 2)) | cut_of(halves[1], Shard(1, 2, 1, 2))
+    assert sorted(number for rows in alone.values() for number in rows) == torch.cat(sections).tolist()
+
+
 @pytest.mark.parametrize("own_degree", [1, 2, 4])
 def test_offsets_of_heads_are_cut_with_them_and_counted_as_megatron_counts_them(own_degree: int) -> None:
     """It counts those of the first member of the job's own layout: of eight heads the first 8, 4 or 2."""
