@@ -11,6 +11,7 @@ from random import Random
 from typing import Final
 
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica
+from megatron_resihp.plan.rules import Sharing
 
 POINTS: Final = ("forward", "backward", "grad-sync", "norm", "step", "between")
 PIPELINE_POINTS: Final = ("p2p",)
@@ -63,32 +64,22 @@ def unlike_replicas(
 
 
 def sharing_replicas(
-    survivors: Sequence[int], tensor: int, pipeline: int, context: int, micro_batches: int
+    survivors: Sequence[int], tensor: int, pipeline: int, sharing: Sharing, micro_batches: int
 ) -> ParallelPlan:
-    """As many replicas as share each sequence in the job's own layout, and no others: they run all micro-batches. A job
-    with context parallelism runs uniform plans only.
-
-    Args:
-        tensor, pipeline, context: the recipe's degrees.
-    """
-    shared = tuple(range(micro_batches))
-    whole = _whole_replicas(survivors, tensor, pipeline, context)
-    return ParallelPlan(tuple(Replica(stages, shared) for stages in whole), context_parallel=context)
-
-
-def replicas_sharing_experts(
-    survivors: Sequence[int], tensor: int, pipeline: int, sharers: int, members: int, micro_batches: int
-) -> ParallelPlan:
-    """As many replicas as share each layer's experts in the job's own layout, and no others, each with as many
-    micro-batches. A job with expert parallelism runs uniform plans only.
+    """As many replicas as share sequences or experts in the job's own layout, and no others: these run all
+    micro-batches. A job with context or expert parallelism runs uniform plans only.
 
     Args:
         tensor, pipeline: the recipe's degrees.
-        sharers, members: replicas that share experts, and members of a stage with the same ones, 0: all of them.
+        sharing: the recipe's.
     """
-    whole = _whole_replicas(survivors, tensor, pipeline, sharers)
-    replicas = (Replica(stages, tuple(range(n, micro_batches, sharers))) for n, stages in enumerate(whole))
-    return ParallelPlan(tuple(replicas), expert_parallel=sharers, expert_members=members)
+    whole = _whole_replicas(survivors, tensor, pipeline, sharing.together)
+    shares = [tuple(range(group, micro_batches, sharing.in_step)) for group in range(sharing.in_step)]
+    replicas = (Replica(stages, shares[n // sharing.context]) for n, stages in enumerate(whole))
+    return ParallelPlan(
+        tuple(replicas), context_parallel=sharing.context, expert_parallel=sharing.experts,
+        expert_members=sharing.members,
+    )  # fmt: skip
 
 
 def _whole_replicas(

@@ -17,6 +17,7 @@ from jobs import Job, Nursery
 
 from megatron_resihp.cost.training import why_own_degree
 from megatron_resihp.plan import ParallelPlan
+from megatron_resihp.plan.rules import Sharing
 from recipe_runs.compare import Logged, read_logged
 from recipe_runs.filling import write_documents
 from recipe_runs.plans import (
@@ -24,7 +25,6 @@ from recipe_runs.plans import (
     HOLD_AT,
     Death,
     draw_death,
-    replicas_sharing_experts,
     sharing_replicas,
     unlike_replicas,
 )
@@ -122,14 +122,18 @@ def plan_of(shrunk: Shrunk, death: Death) -> ParallelPlan:
     micro_batches = first_batch(draft) // draft.number("--micro-batch-size")
     arguments = {name: draft.text(f"--{name.replace('_', '-')}") for name in ("optimizer", "num_experts")}
     tensor, sequence = draft.number(TENSOR), draft.has("--sequence-parallel")
-    if draft.number(CONTEXT) > 1:
-        return sharing_replicas(survivors, tensor, draft.number(PIPELINE), draft.number(CONTEXT), micro_batches)
-    if draft.number(EXPERT) > 1:
-        sharers, members = sharers_of_experts(draft), draft.number(EXPERT_TENSOR, tensor)
-        apart = members if members < tensor else 0
-        return replicas_sharing_experts(survivors, tensor, draft.number(PIPELINE), sharers, apart, micro_batches)
+    if max(draft.number(CONTEXT), draft.number(EXPERT)) > 1:
+        return sharing_replicas(survivors, tensor, draft.number(PIPELINE), _sharing(draft), micro_batches)
     only = tensor if why_own_degree(arguments | {"sequence_parallel": sequence}) else None
     return unlike_replicas(survivors, tensor, draft.number(LAYER_COUNT) + 2, micro_batches, only)
+
+
+def _sharing(draft: Draft) -> Sharing:
+    if not draft.has("--num-experts"):
+        return Sharing(draft.number(CONTEXT))
+    tensor = draft.number(TENSOR)
+    members = draft.number(EXPERT_TENSOR, tensor)
+    return Sharing(draft.number(CONTEXT), sharers_of_experts(draft), members if members < tensor else 0)
 
 
 def last_words(job: Job) -> str:

@@ -138,6 +138,18 @@ def why_own_degree(arguments: Mapping[str, Any]) -> str:
     return ""
 
 
+def why_own_context(arguments: Mapping[str, Any]) -> str:
+    """Why other numbers of replicas that share each sequence than the job's own would train otherwise; empty: they
+    wouldn't."""
+    if "sinkhorn" in (arguments.get("moe_router_load_balancing_type") or ()):
+        return "sinkhorn routes by the tokens that a worker has of a sequence"
+    if arguments.get("hierarchical_context_parallel_sizes"):
+        return "--hierarchical-context-parallel-sizes are of so many"
+    if arguments.get("moe_expert_capacity_factor") is not None:
+        return "--moe-expert-capacity-factor drops tokens by those that a worker has of a sequence"
+    return ""
+
+
 def _recompute(arguments: Mapping[str, Any]) -> Recompute:
     granularity = arguments.get("recompute_granularity")
     if granularity is None:

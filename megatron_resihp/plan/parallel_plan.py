@@ -196,7 +196,7 @@ def data_parallel_of(plan: ParallelPlan) -> int:
 
 def sharing_of(plan: ParallelPlan) -> int:
     """How many consecutive replicas meet in every layer, since they share sequences or experts."""
-    return max(plan.context_parallel, plan.expert_parallel)
+    return Sharing(plan.context_parallel, plan.expert_parallel).together
 
 
 def _written(plan: ParallelPlan) -> _Written:

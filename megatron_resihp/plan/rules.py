@@ -25,6 +25,16 @@ class Sharing(NamedTuple):
     experts: int = 1
     members: int = 0
 
+    @property
+    def together(self) -> int:
+        """How many consecutive replicas meet in every layer. One of the two numbers divides the other."""
+        return max(self.context, self.experts)
+
+    @property
+    def in_step(self) -> int:
+        """How many consecutive groups of replicas that share sequences run as many micro-batches as each other."""
+        return self.together // self.context
+
 
 def check(
     replicas: Sequence[Replica],
@@ -90,8 +100,9 @@ def _check_members_of_experts(replicas: Sequence[Replica], members: int) -> None
 def _check_groups(replicas: Sequence[Replica], standbys: Mapping[int, Kept], sharing: Sharing) -> None:
     """Those that share sequences run the same micro-batches; those that share experts as many of them."""
     context, experts, _ = sharing
-    if context > 1 and experts > 1:
-        raise PlanError("replicas that share sequences can't share experts, too")
+    if sharing.together % min(context, experts):
+        overlap = f"groups of {context} that share sequences and of {experts} that share experts overlap"
+        raise PlanError(f"{overlap}: let one number divide the other")
     for first in range(0, len(replicas), context):
         if len({each.micro_batches for each in replicas[first : first + context]}) > 1:
             said = f"replicas {first} to {first + context - 1} share sequences and must have the same micro-batches"

@@ -5,11 +5,14 @@ In each replica, one worker works on each shard. A worker keeps the shard that i
 shard has fewer living holders than there are replicas, a surplus worker moves to it and fetches its state.
 
 With context parallelism, replicas share sequences in groups of one size, which may be smaller than the job's own. With
-expert parallelism, they share experts in such groups.
+expert parallelism, they share experts in such groups. With both, groups of one kind are made of whole groups of the
+other.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from itertools import product
 
 from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Replica, Shard, deal, even_counts
 from megatron_resihp.plan.microbatches import grouped_counts
@@ -55,6 +58,25 @@ def expert_degrees(own: int, experts: int) -> tuple[int, ...]:
     return tuple(degree for degree in range(own, 0, -1) if experts % degree == 0) if experts else (1,)
 
 
+def sharings(
+    contexts: Sequence[int], experts: Sequence[int], members: int = 0, alike: bool = False
+) -> tuple[Sharing, ...]:
+    """How many replicas may share each sequence and each layer's experts, the job's own numbers first.
+
+    Args:
+        contexts, experts: what either may be, the job's own first.
+        members: see `ParallelPlan.expert_members`.
+        alike: the ratio of both stays: Megatron counts ranks through pipelines before it counts them through replicas,
+            and wants as many of each in a stage.
+    """
+    own = Fraction(contexts[0], experts[0])
+    return tuple(
+        Sharing(context, each, members)
+        for context, each in product(contexts, experts)
+        if max(context, each) % min(context, each) == 0 and (not alike or Fraction(context, each) == own)
+    )
+
+
 @dataclass(frozen=True)
 class JobShape:
     """What a failure may not change.
@@ -66,9 +88,7 @@ class JobShape:
         micro_batch_group: how many go together in an interleaved pipeline; None: it isn't interleaved.
         distributed_optimizer: replicas share the optimizer's state out.
         spread_replicas: the user wants no shard on one node only.
-        context_degrees: how many replicas may share each sequence; the job's own number first.
-        expert_degrees: how many may share each layer's experts; the job's own number first.
-        expert_members: see `ParallelPlan`.
+        sharings: how many replicas may share each sequence and each layer's experts; the job's own numbers first.
     """
 
     tensor_parallel: int
@@ -78,9 +98,7 @@ class JobShape:
     micro_batch_group: int | None = None
     distributed_optimizer: bool = False
     spread_replicas: bool = False
-    context_degrees: tuple[int, ...] = (1,)
-    expert_degrees: tuple[int, ...] = (1,)
-    expert_members: int = 0
+    sharings: tuple[Sharing, ...] = (Sharing(),)
 
     def node_of(self, worker: int) -> int:
         """Where a worker lives."""
@@ -92,63 +110,61 @@ class JobShape:
         return 1 if self.micro_batch_group is None else self.pipeline_parallel
 
     @property
-    def shares_experts(self) -> bool:
-        """Whether replicas share experts in the job's own layout."""
-        return self.expert_degrees[0] > 1
-
-    def context_parallel(self, replicas: int) -> int:
-        """How many of them share each sequence: as many as need the least time, and of several numbers the largest,
-        since each worker then holds the least of a sequence.
-
-        Raises:
-            NoPlanError: there are too few replicas, or micro-batches.
-        """
-        groups = {degree: self.groups(replicas, degree) for degree in self.context_degrees}
-        possible = [degree for degree, count in groups.items() if count]
-        if not possible:
-            raise NoPlanError(f"{replicas} complete replicas can't share sequences in groups of {self._degrees}")
-        return min(possible, key=lambda degree: (max(self.shares(groups[degree])) / degree, -degree))
-
-    def groups(self, replicas: int, degree: int) -> int:
-        """How many groups of so many they form, of which each has a micro-batch at least."""
-        return min(replicas // degree, self.micro_batches // self.fewest_micro_batches)
+    def own_sharing(self) -> Sharing:
+        """Of the job's own layout."""
+        return self.sharings[0]
 
     @property
-    def _degrees(self) -> str:
-        return " or ".join(map(str, self.context_degrees))
+    def shares_experts(self) -> bool:
+        """Whether replicas share experts in the job's own layout."""
+        return self.own_sharing.experts > 1
 
-    def expert_parallel(self, replicas: int) -> tuple[int, int]:
-        """How many share each layer's experts, and how many of the replicas then work: as for sequences, of the numbers
-        that need the least time the largest one, with which each worker holds the fewest experts.
+    def sharing(self, replicas: int) -> tuple[Sharing, int]:
+        """How many of them share each sequence and each layer's experts, and how many then work: as many as need the
+        least time; and of several numbers the largest, since each worker then holds the least.
 
         Raises:
             NoPlanError: there are too few replicas, or micro-batches don't go evenly into groups of them.
         """
-        working = {degree: degree * self._expert_groups(replicas, degree) for degree in self.expert_degrees}
-        possible = [degree for degree, count in working.items() if count]
+        working = {sharing: self._working(replicas, sharing) for sharing in self.sharings}
+        possible = [sharing for sharing, count in working.items() if count]
         if not possible:
-            said = " or ".join(map(str, self.expert_degrees))
-            raise NoPlanError(f"{replicas} complete replicas can't share experts in groups of {said}")
-        degree = min(possible, key=lambda each: (max(self.shares(working[each], each)), -each))
-        return degree, working[degree]
+            raise NoPlanError(f"{replicas} complete replicas can't share {self._shared}")
 
-    def _expert_groups(self, replicas: int, degree: int) -> int:
-        """How many groups of so many they form, of which each member has a micro-batch at least, and all as many."""
-        rounds, rest = divmod(self.micro_batches, degree)
-        return 0 if rest else min(replicas // degree, rounds // self.fewest_micro_batches)
+        def preference(sharing: Sharing) -> tuple[float, int, int]:
+            longest = max(self.shares(working[sharing] // sharing.context, sharing.in_step))
+            return longest / sharing.context, -sharing.context, -sharing.experts
 
-    def shares(self, replicas: int, sharing_experts: int = 1) -> tuple[int, ...]:
-        """How many micro-batches each replica runs, or each group of those that share sequences.
+        chosen = min(possible, key=preference)
+        return chosen, working[chosen]
+
+    def _working(self, replicas: int, sharing: Sharing) -> int:
+        """How many work: whole groups, of which each member has a micro-batch at least, and all as many."""
+        rounds, rest = divmod(self.micro_batches, sharing.in_step)
+        return 0 if rest else sharing.together * min(replicas // sharing.together, rounds // self.fewest_micro_batches)
+
+    @property
+    def _shared(self) -> str:
+        """What replicas must share, and in groups of how many."""
+        degrees = {
+            "sequences": dict.fromkeys(sharing.context for sharing in self.sharings),
+            "experts": dict.fromkeys(sharing.experts for sharing in self.sharings),
+        }
+        shared = {what: " or ".join(map(str, numbers)) for what, numbers in degrees.items() if max(numbers) > 1}
+        return " and ".join(f"{what} in groups of {numbers}" for what, numbers in shared.items())
+
+    def shares(self, groups: int, in_step: int = 1) -> tuple[int, ...]:
+        """How many micro-batches each group of replicas that share sequences runs; without such, each replica.
 
         Args:
-            sharing_experts: so many replicas in a row run as many.
+            in_step: so many groups in a row run as many.
         """
-        rounds, groups = self.micro_batches // sharing_experts, replicas // sharing_experts
+        rounds, several = self.micro_batches // in_step, groups // in_step
         if self.micro_batch_group is None:
-            counts = even_counts(rounds, groups)
+            counts = even_counts(rounds, several)
         else:
-            counts = grouped_counts(rounds, groups, self.pipeline_parallel, self.micro_batch_group)
-        return tuple(count for count in counts for _ in range(sharing_experts))
+            counts = grouped_counts(rounds, several, self.pipeline_parallel, self.micro_batch_group)
+        return tuple(count for count in counts for _ in range(in_step))
 
     @property
     def replica_size(self) -> int:
@@ -159,7 +175,7 @@ class JobShape:
 
     def shards_at(self, own: Sequence[Chunk], coordinate: Coordinate) -> tuple[Shard, ...]:
         """What the holder of a coordinate has where no replicas share experts. `own`: the job's own split."""
-        return shards_at(own, coordinate, self.tensor_parallel, (0, 1, self.expert_members))
+        return shards_at(own, coordinate, self.tensor_parallel, (0, 1, self.own_sharing.members))
 
 
 def initial_plan(shape: JobShape, workers: int, pipeline_last: bool = True) -> ParallelPlan:
@@ -176,7 +192,8 @@ def initial_plan(shape: JobShape, workers: int, pipeline_last: bool = True) -> P
 
 
 def _megatrons_own(shape: JobShape, workers: int, pipeline_last: bool) -> ParallelPlan:
-    context = shape.context_degrees[0]
+    own = shape.own_sharing
+    context = own.context
     groups, rest = divmod(workers, shape.replica_size * context)
     if rest or not groups:
         sizes = "TP x PP" if context == 1 else "TP x CP x PP"
@@ -190,11 +207,11 @@ def _megatrons_own(shape: JobShape, workers: int, pipeline_last: bool) -> Parall
         row = group + groups * stage if pipeline_last else stage + shape.pipeline_parallel * group
         return tp_rank + shape.tensor_parallel * (place + context * row)
 
-    if groups % shape.expert_degrees[0]:
-        raise NoPlanError(f"{groups} replicas can't share experts in groups of {shape.expert_degrees[0]}")
+    if groups * context % own.experts:
+        raise NoPlanError(f"{groups * context} replicas can't share experts in groups of {own.experts}")
     replicas = range(groups * context)
     grid = [{c: worker(replica, c.stage, c.tp_rank) for c in shape.coordinates()} for replica in replicas]
-    return _plan(grid, shape, {}, Sharing(context, shape.expert_degrees[0], shape.expert_members))
+    return _plan(grid, shape, {}, own)
 
 
 def plan_uniform(shape: JobShape, held: Mapping[int, Coordinate | None], previous: ParallelPlan) -> ParallelPlan:
@@ -221,22 +238,13 @@ def plan_uniform(shape: JobShape, held: Mapping[int, Coordinate | None], previou
     complete = len(held) // shape.replica_size
     if not complete or shape.micro_batches < shape.fewest_micro_batches:
         raise NoPlanError(f"{len(held)} survivors are fewer than TP x PP = {shape.replica_size}")
-    sharing, replicas = _sharing(shape, complete)
+    sharing, replicas = shape.sharing(complete)
     chosen = {c: workers[:replicas] for c, workers in holders.items()}
     free = sorted(set(held) - {w for workers in chosen.values() for w in workers})
     moved = _fill(chosen, replicas, free, shape, Homes(held, shape.node_of))
     # Where experts are shared, a standby would keep a share of them that no plan may ask for.
     standbys = {worker: None if sharing.experts > 1 else held[worker] for worker in free if worker not in moved}
     return _plan(_arrange(chosen, replicas, previous, shape), shape, standbys, sharing)
-
-
-def _sharing(shape: JobShape, complete: int) -> tuple[Sharing, int]:
-    """How many of so many complete replicas share sequences or experts, and how many of them work."""
-    if shape.shares_experts:
-        experts, replicas = shape.expert_parallel(complete)
-        return Sharing(experts=experts, members=shape.expert_members), replicas
-    context = shape.context_parallel(complete)
-    return Sharing(context, members=shape.expert_members), context * shape.groups(complete, context)
 
 
 def _preference(worker: int, held: Mapping[int, Coordinate | None], previous: ParallelPlan) -> tuple[int, ...]:
@@ -303,7 +311,7 @@ def _arrange(
 def _plan(
     grid: list[dict[Coordinate, int]], shape: JobShape, standbys: Mapping[int, Coordinate | None], sharing: Sharing
 ) -> ParallelPlan:
-    counts = shape.shares(len(grid) // sharing.context, sharing.experts)
+    counts = shape.shares(len(grid) // sharing.context, sharing.in_step)
     shares = [share for share in deal(counts) for _ in range(sharing.context)]
     return ParallelPlan(
         replicas=tuple(

@@ -34,6 +34,7 @@ class JobDescription:
         seq_length: tokens.
         sequence_parallel: members of a stage share the tokens between layers.
         keeps_degree: why all stages need the job's own tensor-parallel degree; empty: they don't.
+        keeps_context: why as many replicas must share each sequence as in the job's own layout; empty: they needn't.
         experts: of a layer that has any; 0: none has.
         expert_members: see `ParallelPlan`.
         micro_batch_group: micro-batches that go through one chunk of an interleaved pipeline before its stages turn to
@@ -97,6 +98,7 @@ class JobDescription:
     saves: bool = False
     context_parallel: Degree = 1
     keeps_degree: str = ""
+    keeps_context: str = ""
     expert_parallel: Degree = 1
     experts: Natural = 0
     expert_members: Natural = 0

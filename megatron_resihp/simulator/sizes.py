@@ -18,7 +18,7 @@ from megatron_resihp.cost.training import Training
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, Replica, deal, even_counts
 from megatron_resihp.plan.layers import chunks_from
 from megatron_resihp.plan.rules import Sharing
-from megatron_resihp.planner.uniform import can_share_sequence, context_degrees, expert_degrees
+from megatron_resihp.planner.uniform import can_share_sequence, context_degrees, expert_degrees, sharings
 
 A100_FLOPS: Final = 312e12
 EFFICIENCY: Final = 0.45
@@ -96,7 +96,7 @@ class Sizes:
         members = self.tensor if self.training.sequence_parallel else 1
         contexts = context_degrees(self.context, self.training.sequence_length, members)
         experts = expert_degrees(self.experts, self.model.experts)
-        return tuple(Sharing(context, each) for context in contexts for each in experts)
+        return sharings(contexts, experts)
 
     def plan(self) -> ParallelPlan:
         """Megatron's layout of ranks 0, 1, …: TP peers next to each other, then replicas, then stages.

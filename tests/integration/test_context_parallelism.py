@@ -122,6 +122,19 @@ def test_four_share_and_then_two(jobs: Jobs) -> None:
     assert degrees(job) == [(4, 4), (2, 2)]
 
 
+def test_groups_of_groups(jobs: Jobs) -> None:
+    """Four share each sequence, in two pairs of which each member exchanges heads with the other. They stay four."""
+    layout = SHARED | {
+        "context_parallel_size": 4, "hierarchical_context_parallel_sizes": [2, 2], "cp_comm_type": "a2a+p2p",
+        "global_batch_size": 4,
+    }  # fmt: skip
+    stock = forked_stock_steps(jobs, 2 * WORKERS, **layout)
+    job = jobs.run(tiny(**layout, resihp_inject="kill:2@4"), workers=2 * WORKERS)
+    check_like_stock(job, stock)
+    check_samples(job)
+    assert degrees(job) == [(4, 8), (4, 4)]
+
+
 @pytest.mark.parametrize("layout", [{}, OPTIMIZER], ids=["plain", "optimizer"])
 def test_a_change_by_choice_there_and_back(jobs: Jobs, tmp_path: Path, layout: dict[str, Any]) -> None:
     plans = ask_at(tmp_path, (ALONE, 2), (PAIRS, 6))

@@ -81,7 +81,7 @@ def _mend(shape: JobShape, workers: int, pipeline_last: bool, apart: bool) -> st
         (replace(shape, distributed_optimizer=False), without),
         (replace(shape, spread_replicas=True, distributed_optimizer=False), f"{with_flag} and without {OPTIMIZER}"),
     )
-    shares = shape.context_degrees[0] > 1  # replicas that share sequences are to stay together
+    shares = shape.own_sharing.context > 1  # replicas that share sequences are to stay together
     possible = [(other, mend) for other, mend in ways if not (shares and other.spread_replicas)]
     return next((mend for other, mend in possible if not any(_fatal(other, workers, pipeline_last, apart))), None)
 

@@ -25,7 +25,7 @@ from megatron_resihp.plan.slices import (
 )
 from megatron_resihp.plan.spelling import coordinate_at
 from megatron_resihp.planner import JobShape, NoPlanError, plan_uniform
-from megatron_resihp.planner.uniform import context_degrees, expert_degrees
+from megatron_resihp.planner.uniform import context_degrees, expert_degrees, sharings
 from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.planning import KnownJob
 
@@ -77,13 +77,20 @@ def shape_of(job: JobDescription, workers_per_node: int) -> JobShape:
     """The sizes of a job, as its workers have told them."""
     members = job.tensor_parallel if job.sequence_parallel else 1
     groups = job.tensor_parallel // (job.expert_members or job.tensor_parallel)
+    own = job.context_parallel
+    contexts = (own,) if job.keeps_context else context_degrees(own, job.seq_length, members)
+    experts = expert_degrees(job.expert_parallel, job.experts // groups) if job.expert_parallel > 1 else (1,)
     return JobShape(
         job.tensor_parallel, job.pipeline_parallel, job.micro_batches, workers_per_node, job.micro_batch_group,
         job.distributed_optimizer, job.spread_replicas,
-        context_degrees(job.context_parallel, job.seq_length, members),
-        expert_degrees(job.expert_parallel, job.experts // groups) if job.expert_parallel > 1 else (1,),
-        job.expert_members,
+        sharings(contexts, experts, job.expert_members, keeps_ratio(job)),
     )  # fmt: skip
+
+
+def keeps_ratio(job: JobDescription) -> bool:
+    """Whether experts must be shared by so many times as many replicas as sequences are, as in the job's own layout:
+    Megatron then wants as many ranks of either kind of group in each stage."""
+    return bool(job.experts) and not job.pipeline_last and job.pipeline_parallel > 1
 
 
 def lacking(held: Held, layers: int) -> tuple[Shard, ...]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Final
 
 from megatron_resihp.config import DEVICE
-from megatron_resihp.control.replanning.inventory import Held, require_all_parts, written_once
+from megatron_resihp.control.replanning.inventory import Held, keeps_ratio, require_all_parts, written_once
 from megatron_resihp.executor.direct.order_check import check_order_of_plan
 from megatron_resihp.executor.route_check import check_plan
 from megatron_resihp.executor.routes import RouteError
@@ -68,11 +68,17 @@ class _Uniform(PlanMode):
         members = job.tensor_parallel if job.sequence_parallel else 1
         if degree > job.context_parallel:
             raise PlanError(f"sequences can be shared by {job.context_parallel} replicas at most, not {degree}")
+        if job.keeps_context and degree != job.context_parallel:
+            needed = f"{job.context_parallel} replicas must share each sequence, not {degree}"
+            raise PlanError(f"{needed}: {job.keeps_context}")
         if degree > 1 and (tokens % (2 * degree) or tokens // degree % members):
             raise PlanError(f"{degree} replicas can't share the {tokens} tokens of a sequence evenly")
         sharing = plan.expert_parallel
         if sharing > job.expert_parallel:
             raise PlanError(f"experts can be shared by {job.expert_parallel} replicas at most, not {sharing}")
+        if keeps_ratio(job) and sharing * job.context_parallel != job.expert_parallel * degree:
+            said = f"{sharing} replicas can't share experts where {degree} share sequences"
+            raise PlanError(f"{said}: with --use-tp-pp-dp-mapping, both become fewer in the same ratio")
         groups = job.tensor_parallel // (job.expert_members or job.tensor_parallel)
         if job.experts % (sharing * groups):
             raise PlanError(f"{sharing} replicas can't share the {job.experts} experts of a layer evenly")

@@ -20,6 +20,7 @@ from megatron_resihp.control.replanning.modes import mode_of
 from megatron_resihp.events.event import Event
 from megatron_resihp.events.replanning import Planned
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, spelled_out
+from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.plan.slots import renamed, slot_of, workers_in_slots
 from megatron_resihp.plan.spelling import trimmed
 from megatron_resihp.planner import JobShape, NoPlanError
@@ -58,30 +59,22 @@ def uniform_plan(survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
     of these, which must fit into its memory, if that is known.
     """
     shape, too_large = survivors.shape, ""
-    contexts, experts = shape.context_degrees, shape.expert_degrees
     while True:
         try:
             plan = _uniform(survivors, shape)
         except NoPlanError as error:
             raise NoPlanError(f"{error}; {too_large}", error.missing) if too_large else error from None
-        if (plan.context_parallel, plan.expert_parallel) == (contexts[0], experts[0]):
+        tried = Sharing(plan.context_parallel, plan.expert_parallel)
+        if tried[:2] == shape.own_sharing[:2]:
             return plan, []
         try:
             check_memory(plan, survivors.previous, survivors.own, survivors.known)
         except PlanError as error:
-            together = max(plan.context_parallel, plan.expert_parallel)
-            too_large = f"with {together} of them {error}"
-            shape = replace(
-                shape, context_degrees=_larger(shape.context_degrees, plan.context_parallel, contexts),
-                expert_degrees=_larger(shape.expert_degrees, plan.expert_parallel, experts),
-            )  # fmt: skip
+            too_large = f"with {tried.together} of them {error}"
+            left = (each for each in shape.sharings if each.context > tried.context or each.experts > tried.experts)
+            shape = replace(shape, sharings=tuple(left))
         else:
             return plan, []
-
-
-def _larger(left: tuple[int, ...], tried: int, own: tuple[int, ...]) -> tuple[int, ...]:
-    """Degrees that are left once a plan with one was too large; the job's own is the only one where it has no other."""
-    return tuple(degree for degree in left if degree > tried) if len(own) > 1 else left
 
 
 def _uniform(survivors: Survivors, shape: JobShape) -> ParallelPlan:

@@ -139,7 +139,7 @@ def _single_losses(full: ParallelPlan, size: JobSize) -> Iterator[tuple[str, fro
 
 def _sent(job: JobDescription, shape: JobShape, size: JobSize, model: Model, training: Training, fewest: int) -> Sent:
     # Replicas that share sequences or experts are to stay together.
-    can_spread = shape.context_degrees[0] == 1 and not shape.shares_experts
+    can_spread = shape.own_sharing.together == 1
     shapes = [replace(shape, spread_replicas=spread and can_spread) for spread in (False, True)]
     plans = [spelled_out(initial_plan(each, size.workers, job.pipeline_last), job.chunks) for each in shapes]
     unspread, spread = (crossing(plan, model, training, shape.node_of) for plan in plans)

@@ -21,13 +21,14 @@ from recipe_runs.plans import (
     POINTS,
     Death,
     draw_death,
-    replicas_sharing_experts,
     sharing_replicas,
     unlike_replicas,
 )
 from recipe_runs.results import Line, Results, lines_of, summary
 from recipe_runs.shrinking.shrink import Shrunk
 from recipe_runs.trial import EQUAL, FAILED, FP32, NO_CONTROL, UNEQUAL, Verdict, judge
+
+from megatron_resihp.plan.rules import Sharing
 
 DEATH = Death(1, 2, "forward")
 
@@ -141,7 +142,7 @@ def test_survivors_of_a_job_with_context_parallelism_share_sequences_as_the_job_
 ) -> None:
     for dead in range(8):
         survivors = [worker for worker in range(8) if worker != dead]
-        plan = sharing_replicas(survivors, tensor, pipeline, context, 6)
+        plan = sharing_replicas(survivors, tensor, pipeline, Sharing(context), 6)
         assert plan.not_uniform is None and plan.context_parallel == len(plan.replicas) == context
         assert plan.micro_batch_count == 6 and set(plan.members) <= set(survivors)
         assert {len(replica.stages) for replica in plan.replicas} == {pipeline}
@@ -153,9 +154,20 @@ def test_survivors_of_a_job_with_expert_parallelism_share_experts_as_the_job_doe
     tensor: int, pipeline: int, sharers: int, members: int
 ) -> None:
     survivors = list(range(1, 8))
-    plan = replicas_sharing_experts(survivors, tensor, pipeline, sharers, members, 8)
+    plan = sharing_replicas(survivors, tensor, pipeline, Sharing(1, sharers, members), 8)
     assert plan.not_uniform is None and plan.expert_parallel == len(plan.replicas) == sharers
     assert plan.expert_members == members and plan.micro_batch_count == 8 and set(plan.members) <= set(survivors)
+
+
+@pytest.mark.parametrize(("context", "experts"), [(2, 2), (2, 4), (4, 2)])
+def test_survivors_of_a_job_with_both_share_sequences_and_experts_as_the_job_does(context: int, experts: int) -> None:
+    plan = sharing_replicas(range(1, 8), 1, 1, Sharing(context, experts), 8)
+    assert (plan.context_parallel, plan.expert_parallel, len(plan.replicas)) == (
+        context,
+        experts,
+        max(context, experts),
+    )
+    assert plan.not_uniform is None and plan.micro_batch_count == 8
 
 
 def test_a_benchmark_that_was_cut_off_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -315,7 +315,7 @@ class TestSharedExperts:
         [
             (PAIR, {}, {"expert_parallel": 0}, "an expert-parallel degree is a whole number >= 1, got 0"),
             (PAIR, {}, {"expert_parallel": 3}, "2 replicas can't share experts in groups of 3"),
-            (PAIR, {}, {"expert_parallel": 2, "context_parallel": 2}, "share sequences can't share experts, too"),
+            (PAIR, {}, {"expert_parallel": 2, "context_parallel": 2}, "0 to 1 share sequences and must have the same"),
             (PAIR, {}, {"expert_members": -1}, "have the same experts is a whole number >= 0, got -1"),
             (PAIR, {}, {"expert_members": 2}, "1 members of a stage can't share its experts in groups of 2"),
             (PAIR, {4: Coordinate(0, 0)}, {"expert_parallel": 2}, "worker 4 has no work and can't keep a shard"),

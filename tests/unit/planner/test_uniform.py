@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_resihp.plan import Coordinate, ParallelPlan, Replica
+from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.planner import JobShape, NoPlanError, initial_plan, plan_uniform
-from megatron_resihp.planner.uniform import context_degrees, expert_degrees
+from megatron_resihp.planner.uniform import context_degrees, expert_degrees, sharings
 
 Held = dict[int, Coordinate | None]
 
@@ -225,7 +226,7 @@ class TestSharedSequences:
     @given(sizes=st.tuples(*[st.integers(1, 3)] * 4), pipeline_last=st.booleans())
     def test_workers_are_megatrons_ranks(self, sizes: tuple[int, int, int, int], pipeline_last: bool) -> None:
         tp, cp, dp, pp = sizes
-        plan = initial_plan(JobShape(tp, pp, dp, context_degrees=(cp,)), tp * cp * dp * pp, pipeline_last)
+        plan = initial_plan(JobShape(tp, pp, dp, sharings=sharings((cp,), (1,))), tp * cp * dp * pp, pipeline_last)
         assert plan.grid.rank_order(pipeline_last) == tuple(range(tp * cp * dp * pp))
         for number, replica in enumerate(plan.replicas):
             group, place = divmod(number, cp)
@@ -246,7 +247,7 @@ class TestSharedSequences:
         self, own: int, workers: int, micro_batches: int, lost: int, expected: tuple[int, int]
     ) -> None:
         """Of two that take as long the larger one, whose members hold less of a sequence."""
-        shape = JobShape(1, 1, micro_batches, context_degrees=context_degrees(own, 32, 1))
+        shape = JobShape(1, 1, micro_batches, sharings=sharings(context_degrees(own, 32, 1), (1,)))
         before = initial_plan(shape, workers)
         held = dict.fromkeys(range(workers - lost), Coordinate(0, 0))
         plan = plan_uniform(shape, held, before)
@@ -261,7 +262,7 @@ class TestSharedSequences:
 
     def test_sizes_that_do_not_divide(self) -> None:
         with pytest.raises(NoPlanError, match="6 workers are not a multiple of TP x CP x PP = 4"):
-            initial_plan(JobShape(2, 1, 4, context_degrees=(2, 1)), 6)
+            initial_plan(JobShape(2, 1, 4, sharings=sharings((2, 1), (1,))), 6)
 
 
 class TestSharedExperts:
@@ -276,7 +277,7 @@ class TestSharedExperts:
         self, own: int, experts: int, micro_batches: int, lost: int, expected: tuple[int, int]
     ) -> None:
         """Of two that take as long the larger one, whose members hold fewer experts."""
-        shape = JobShape(1, 1, micro_batches, expert_degrees=expert_degrees(own, experts))
+        shape = JobShape(1, 1, micro_batches, sharings=sharings((1,), expert_degrees(own, experts)))
         before = ParallelPlan(tuple(Replica(((w,),), (w,)) for w in range(4)))
         held = dict.fromkeys(range(4 - lost), Coordinate(0, 0))
         plan = plan_uniform(shape, held, before)
@@ -285,13 +286,50 @@ class TestSharedExperts:
         assert all(kept is None for kept in plan.standbys.values()) or plan.expert_parallel == 1
 
     def test_the_first_plan_is_megatrons(self) -> None:
-        plan = initial_plan(JobShape(2, 1, 8, expert_degrees=(2, 1)), 8)
+        plan = initial_plan(JobShape(2, 1, 8, sharings=sharings((1,), (2, 1))), 8)
         assert plan.grid.rank_order() == tuple(range(8)) and plan.expert_parallel == 2
         assert [replica.micro_batches for replica in plan.replicas] == [(0, 4), (1, 5), (2, 6), (3, 7)]
         with pytest.raises(NoPlanError, match="3 replicas can't share experts in groups of 2"):
-            initial_plan(JobShape(1, 1, 6, expert_degrees=(2, 1)), 3)
+            initial_plan(JobShape(1, 1, 6, sharings=sharings((1,), (2, 1))), 3)
 
     def test_degrees_that_divide_the_experts(self) -> None:
         assert expert_degrees(8, 8) == (8, 4, 2, 1)
         assert expert_degrees(4, 12) == (4, 3, 2, 1)
         assert expert_degrees(1, 0) == (1,)
+
+
+class TestSharedSequencesAndExperts:
+    @pytest.mark.parametrize(
+        ("own", "workers", "micro_batches", "lost", "expected"),
+        [
+            ((2, 2), 4, 6, 0, (2, 2, 4)), ((2, 2), 4, 6, 1, (1, 1, 3)), ((2, 2), 4, 4, 1, (2, 2, 2)),
+            ((2, 4), 4, 8, 1, (1, 1, 3)), ((2, 4), 8, 8, 1, (2, 2, 6)), ((4, 2), 8, 8, 1, (2, 2, 6)),
+            ((2, 4), 8, 8, 0, (2, 4, 8)),
+        ],
+    )  # fmt: skip
+    def test_survivors_share_in_the_numbers_that_take_least_time(
+        self, own: tuple[int, int], workers: int, micro_batches: int, lost: int, expected: tuple[int, int, int]
+    ) -> None:
+        context, experts = own
+        possible = sharings(context_degrees(context, 32, 1), expert_degrees(experts, 4))
+        shape = JobShape(1, 1, micro_batches, sharings=possible)
+        before = initial_plan(shape, workers)
+        assert (before.context_parallel, before.expert_parallel) == own
+        plan = plan_uniform(shape, dict.fromkeys(range(workers - lost), Coordinate(0, 0)), before)
+        assert (plan.context_parallel, plan.expert_parallel, len(plan.replicas)) == expected
+        assert plan.micro_batch_count == micro_batches
+
+    def test_groups_of_one_kind_are_made_of_whole_groups_of_the_other(self) -> None:
+        assert sharings((3, 1), (2, 1)) == (Sharing(3, 1), Sharing(1, 2), Sharing(1, 1))
+
+    def test_both_numbers_become_smaller_alike_where_pipelines_are_counted_first(self) -> None:
+        assert sharings((4, 2, 1), (4, 2, 1), alike=True) == (Sharing(4, 4), Sharing(2, 2), Sharing(1, 1))
+        assert sharings((2,), (2, 1), alike=True) == (Sharing(2, 2),)
+
+    def test_groups_that_share_experts_run_as_many_micro_batches(self) -> None:
+        """Of three groups that share sequences two share experts, and the third doesn't work."""
+        shape = JobShape(1, 1, 8, sharings=sharings((2,), (4,)))
+        plan = plan_uniform(shape, dict.fromkeys(range(6), Coordinate(0, 0)), initial_plan(shape, 8))
+        assert [len(replica.micro_batches) for replica in plan.replicas] == [4, 4, 4, 4] and len(plan.standbys) == 2
+        with pytest.raises(NoPlanError, match="can't share sequences in groups of 2 and experts in groups of 4"):
+            plan_uniform(shape, dict.fromkeys(range(3), Coordinate(0, 0)), initial_plan(shape, 8))

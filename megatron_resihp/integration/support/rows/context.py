@@ -1,29 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows: sequences that replicas share, and what no test holds beside them. Imports `notation` and `row`."""
+"""Rows: sequences that replicas share, and what no test holds beside them. Imports `notation`, `row` and `cost`."""
 
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_resihp.cost.training import why_own_context
 from megatron_resihp.integration.support.notation import Rows, joined, kernel, refused, tested, without
 from megatron_resihp.integration.support.row import Clash, NotBeside, Together
 
-_WAYS = {"p2p", "all_gather"}
+_WAYS = {"p2p", "all_gather", "a2a", "a2a+p2p"}
 _ALONE = "no test holds it where replicas share sequences"
 _DOCUMENTS = "documents would be cut otherwise by each number of replicas that share a sequence"
 
 _CLASHES = (
-    Clash(
-        "num_experts", lambda values: values["num_experts"], "experts see other tokens together under a smaller degree"
-    ),
     Clash("mtp_num_layers", lambda values: values["mtp_num_layers"], _ALONE),
     Clash(
         "hidden_dropout",
-        lambda values: values["hidden_dropout"],
+        lambda values: values["hidden_dropout"] and not why_own_context(values),
         "a token's mask would depend on how its sequence is cut",
     ),
     Clash(
         "attention_dropout",
-        lambda values: values["attention_dropout"],
+        lambda values: values["attention_dropout"] and not why_own_context(values),
         "a token's mask would depend on how its sequence is cut",
     ),
     Clash("fp16", lambda values: values["fp16"], "no test holds that the same steps overflow"),
@@ -68,15 +66,17 @@ ROWS: Rows = joined(
         condition=NotBeside(_CLASHES, lambda values: values["context_parallel_size"] > 1),
         device="GPU: Transformer Engine's attention; CPUs have a stand-in for it",
     ),
-    refused(
-        "hierarchical_context_parallel_sizes hybrid_context_parallel",
-        "a plan doesn't say how replicas that share sequences are grouped further",
+    tested(
+        "integration/test_context_parallelism.py::test_groups_of_groups",
+        "hierarchical_context_parallel_sizes",
+        device="GPU: Transformer Engine's attention; CPUs have a stand-in for it",
     ),
+    refused("hybrid_context_parallel", "which replicas share a sequence would depend on how long it is"),
     kernel(
         "core.extensions.transformer_engine:TEDotProductAttention",
         "cp_comm_type",
         device="GPU: Transformer Engine's attention; CPUs have a stand-in for it",
-        condition=Together(_uses_known_ways, "use p2p or all_gather"),
+        condition=Together(_uses_known_ways, "use p2p, all_gather, a2a or a2a+p2p"),
     ),
     without(
         "hybrid_context_parallel",

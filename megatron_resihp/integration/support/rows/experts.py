@@ -26,16 +26,10 @@ _QUANTILES = "integration/test_expert_biases.py::test_biases_that_follow_quantil
 _NOISE = "integration/test_random_streams.py::test_a_death"
 
 
-def _cuts_sequences_by_degree(values: Mapping[str, Any]) -> bool:
-    """Then a router's tokens in any plan are found from the job's own tensor-parallel degree."""
-    return bool(values["context_parallel_size"] == 1)
-
-
 def _weighs_alike(values: Mapping[str, Any]) -> bool:
     given = values["moe_router_load_balancing_type"]
     kinds = {given} if isinstance(given, str) else set(given or ())
-    known = kinds <= {"aux_loss", "seq_aux_loss", "none", "sinkhorn", "quantile_balancing"}
-    return known and ("sinkhorn" not in kinds or _cuts_sequences_by_degree(values))
+    return kinds <= {"aux_loss", "seq_aux_loss", "none", "sinkhorn", "quantile_balancing"}
 
 
 _LAYERS: Rows = joined(
@@ -84,8 +78,8 @@ _ROUTER: Rows = joined(
         "moe_router_load_balancing_type",
         condition=Together(
             _weighs_alike,
-            "use aux_loss, seq_aux_loss, quantile_balancing or none, which weigh a micro-batch alike whatever the "
-            "degree, or sinkhorn without context parallelism",
+            "use aux_loss, seq_aux_loss, quantile_balancing, sinkhorn or none, which weigh a micro-batch alike in any "
+            "plan",
         ),
     ),
     tested(_BALANCE, "moe_router_topk moe_aux_loss_coeff moe_z_loss_coeff"),
@@ -100,15 +94,7 @@ _ROUTER: Rows = joined(
     tested(_QUANTILES, "moe_router_quantile_balancing_ema"),
     tested(_NOISE, "moe_router_force_load_balancing moe_input_jitter_eps"),
     refused("moe_router_force_biased", "a worker keeps what it drew first, which one in its place would draw anew"),
-    tested(
-        _PARTS,
-        "moe_expert_capacity_factor",
-        condition=Together(
-            _cuts_sequences_by_degree,
-            "with context parallelism, plans would drop other tokens; leave it out: no token is dropped",
-        ),
-    ),
-    tested(_PARTS, "moe_token_drop_policy"),
+    tested(_PARTS, "moe_expert_capacity_factor moe_token_drop_policy"),
     tested(
         _PARTS,
         "moe_pad_expert_input_to_capacity",

@@ -11,7 +11,6 @@ _ALONE = "no test holds it where replicas share experts"
 _DOCUMENTS = "a worker waits in each layer for those with longer documents, which the detector doesn't know"
 
 _CLASHES = (
-    Clash("context_parallel_size", lambda values: values["context_parallel_size"] > 1, _ALONE),
     Clash(
         "overlap_param_gather_with_optimizer_step",
         lambda values: values["overlap_param_gather_with_optimizer_step"],

@@ -7,6 +7,7 @@ import pytest
 
 from megatron_resihp.control.coordination.exposure import Exposure, exposure, in_words
 from megatron_resihp.planner import JobShape
+from megatron_resihp.planner.uniform import sharings
 
 NODE_0 = "node 0 (the coordinator's)"
 
@@ -78,7 +79,7 @@ def test_losses_that_leave_too_few_workers() -> None:
 @pytest.mark.parametrize("shared", [False, True])
 def test_experts_that_one_worker_has_are_in_copies_of_a_shared_optimizer(shared: bool) -> None:
     """Four replicas, with a quarter of the experts each."""
-    shape = JobShape(1, 1, 96, 1, distributed_optimizer=shared, expert_degrees=(4, 2, 1))
+    shape = JobShape(1, 1, 96, 1, distributed_optimizer=shared, sharings=sharings((1,), (4, 2, 1)))
     found = exposure(shape, 4, True, 1)
     assert found.workers == (() if shared else (0, 1, 2, 3)) and found.nodes == (() if shared else (1, 2, 3))
 

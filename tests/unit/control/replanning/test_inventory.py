@@ -14,6 +14,7 @@ from megatron_resihp.control.replanning.inventory import lacking, plan_for_survi
 from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Replica, Shard, even_chunks, spelled_out
 from megatron_resihp.plan.replica import shards_at
 from megatron_resihp.planner import JobShape, NoPlanError, initial_plan
+from megatron_resihp.planner.uniform import sharings
 
 LAYERS = 6
 OWN = even_chunks(4, 2)
@@ -130,7 +131,7 @@ class TestDigests:
 
 
 class TestSharedExperts:
-    SHAPE: ClassVar = JobShape(1, 2, micro_batches=8, expert_degrees=(2, 1))
+    SHAPE: ClassVar = JobShape(1, 2, micro_batches=8, sharings=sharings((1,), (2, 1)))
     OWN: ClassVar = even_chunks(4, 2)
 
     def held(self, *workers: int) -> dict[int, tuple[Shard, ...]]:
@@ -155,7 +156,7 @@ class TestSharedExperts:
         assert (plan.expert_parallel, len(plan.replicas)) == (1, 3)
 
     def test_experts_that_members_of_a_stage_have_each_are_lost_with_one_member(self) -> None:
-        shape = JobShape(2, 1, micro_batches=8, expert_degrees=(2, 1), expert_members=1)
+        shape = JobShape(2, 1, micro_batches=8, sharings=sharings((1,), (2, 1), 1))
         own, full = even_chunks(4, 1), spelled_out(initial_plan(shape, 8), even_chunks(4, 1))
         held = {worker: full.shards_of(worker) for worker in range(8)}
         plan = plan_for_survivors(shape, own, {each: held[each] for each in range(1, 8)}, initial_plan(shape, 8))

@@ -18,6 +18,7 @@ from megatron_resihp.cost.training import Training, training_from_arguments
 from megatron_resihp.events.replanning import Planned
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, Replica, Shard, even_chunks, rules, spelled_out
 from megatron_resihp.planner import JobShape, NoPlanError, initial_plan
+from megatron_resihp.planner.uniform import sharings
 from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.planning import KnownJob, NoPlan, PlanFound, PlannerAnswer, PlannerRequest
 
@@ -201,7 +202,7 @@ def test_a_plan_whose_first_step_has_failed_is_not_taken_again() -> None:
 class TestSharedSequences:
     """Two replicas share each sequence; of four workers three are left."""
 
-    SHAPE: ClassVar = JobShape(1, 1, micro_batches=6, workers_per_node=4, context_degrees=(2, 1))
+    SHAPE: ClassVar = JobShape(1, 1, micro_batches=6, workers_per_node=4, sharings=sharings((2, 1), (1,)))
     OWN: ClassVar = even_chunks(4, 1)
 
     def survivors(self, *workers: int, **job: Any) -> Survivors:

@@ -103,7 +103,8 @@ def test_a_common_command_line_is_taken(check: Check) -> None:
         "--optimizer lion", "--rerun-mode report_stats", "--ckpt-format fsdp_dtensor",
         "--mla-down-proj-fusion", "--fp8-param-gather", "--fp8-recipe custom", "--fp4-format e2m1", "--fp8-output-proj",
         "--moe-router-load-balancing-type global_aux_loss", "--moe-token-dispatcher-type flex",
-        "--hierarchical-context-parallel-sizes 2 2", "--log-straggler", "--log-max-attention-logit",
+        "--hybrid-context-parallel", "--experimental-attention-variant dsa", "--log-straggler",
+        "--log-max-attention-logit",
     ],
 )  # fmt: skip
 def test_what_is_not_known_to_work_is_refused_by_name(
@@ -355,11 +356,11 @@ def test_refusals_speak_of_what_was_given() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        "--num-experts 4", "--mtp-num-layers 1", "--hidden-dropout 0.1", "--attention-dropout 0.1", "--fp16",
+        "--mtp-num-layers 1", "--hidden-dropout 0.1", "--attention-dropout 0.1", "--fp16",
         "--fp8-format e4m3 --fp8-recipe tensorwise", "--reset-position-ids",
         pytest.param("--dataloader-inter-document-masking", marks=SINCE_019),
         "--window-size 4,0", "--softmax-type learnable", "--multi-latent-attention",
-        "--num-distributed-optimizer-instances 2 --use-distributed-optimizer", "--cp-comm-type a2a",
+        "--num-distributed-optimizer-instances 2 --use-distributed-optimizer", "--cp-comm-type ring",
         "--resihp-strategy joint", "--resihp-spread-replicas", "--resihp-plan auto",
     ],
 )  # fmt: skip
@@ -377,6 +378,7 @@ SHARING = [*COMMON, "--context-parallel-size", "2"]
 
 def test_sequences_may_be_shared(check: Check, capsys: pytest.CaptureFixture[str]) -> None:
     assert check(*SHARING, "--eod-mask-loss", "--calculate-per-token-loss", "--cp-comm-type", "all_gather").switched_on
+    assert check(*SHARING, *EXPERTS, "--disable-bias-linear").switched_on
     with pytest.raises(SystemExit):
         check(*SHARING, "--context-parallel-size", "3")
     assert "8 workers are not a multiple of TP x CP x PP = 12" in capsys.readouterr().err

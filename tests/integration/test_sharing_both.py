@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas that share sequences and experts, too: the job trains what Megatron itself trains, under the job's own
+numbers of both and under smaller ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from jobs import DROPOUT, EXPERTS, FP32, WISHING, Job, Jobs, check_samples, check_training, tiny
+from stock_runs import check_like_stock, forked_stock_steps, losses_of
+from test_expert_parallelism import DROPPING, OPTIMIZER, SINKHORN, TENSOR
+
+from megatron_resihp.plan import ParallelPlan
+from megatron_resihp.report.run.summary import compare
+
+pytestmark = pytest.mark.nightly
+
+WORKERS = 4
+LARGE_JOB_S = 300.0
+BOTH: dict[str, Any] = EXPERTS | {
+    "context_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1,
+    "moe_token_dispatcher_type": "alltoall", "train_iters": 9, "global_batch_size": 6,
+}  # fmt: skip
+"""Two pairs of workers: each pair shares its sequences, and the experts."""
+
+
+def degrees(job: Job) -> list[tuple[int, int, int]]:
+    """Of each epoch: how many replicas share each sequence, how many share experts, and how many there are."""
+    plans = [ParallelPlan.from_dict(event["plan"]) for event in job.events("epoch_started")]
+    return [(plan.context_parallel, plan.expert_parallel, len(plan.replicas)) for plan in plans]
+
+
+def like_stock(jobs: Jobs, *injections: str, layout: dict[str, Any], workers: int = WORKERS) -> Job:
+    """A job that loses workers, compared with stock Megatron, which loses none."""
+    stock = forked_stock_steps(jobs, workers, **layout)
+    job = jobs.start(tiny(**layout, resihp_inject=injections), workers=workers).wait(LARGE_JOB_S)
+    assert job.code == 0, job.tails()
+    check_like_stock(job, stock, FP32)
+    check_samples(job)
+    assert len(job.summary.deaths) == len(injections)
+    return job
+
+
+def test_training_shows_in_the_losses(jobs: Jobs) -> None:
+    """The negative control of the other tests: a job that learns next to nothing differs from one that learns."""
+    stock, other = (forked_stock_steps(jobs, WORKERS, **BOTH | rate) for rate in ({}, {"lr": 1e-9, "min_lr": 0}))
+    difference = compare(losses_of(stock), losses_of(other))
+    assert difference is not None and difference > 100 * FP32.loss
+
+
+def test_a_death_and_the_return_of_the_worker(jobs: Jobs) -> None:
+    """Three workers train sequences of their own with all experts; with the fourth they share both again."""
+    layout = BOTH | {"train_iters": 14}
+    stock = forked_stock_steps(jobs, WORKERS, **layout)
+    arguments = tiny(**layout, resihp_inject="kill:3@3")
+    job = jobs.start(arguments, workers=WORKERS, max_restarts=1, script=WISHING, wishes=["hold-0-7"])
+    job.await_event("worker_waiting", waiting=7)
+    job.wish("go_on")
+    assert job.wait().code == 0, job.tails()
+    check_like_stock(job, stock)
+    check_samples(job)
+    assert degrees(job) == [(2, 2, 4), (1, 1, 3), (2, 2, 4)]
+
+
+@pytest.mark.parametrize("point", ["forward", "backward", "grad-sync"])
+def test_a_death_at_any_point(jobs: Jobs, point: str) -> None:
+    """The second one leaves a pair, which shares both again."""
+    job = like_stock(jobs, f"kill:1@3:{point}", f"kill:2@6:{point}", layout=BOTH)
+    assert degrees(job) == [(2, 2, 4), (1, 1, 3), (2, 2, 2)]
+
+
+@pytest.mark.parametrize("layout", [SINKHORN, DROPPING], ids=["sinkhorn", "dropping"])
+def test_routers_that_look_at_a_workers_own_tokens_keep_their_sequences_cut(jobs: Jobs, layout: dict[str, Any]) -> None:
+    job = like_stock(jobs, "kill:1@4:backward", layout=BOTH | layout)
+    assert degrees(job) == [(2, 2, 4), (2, 2, 2)]
+
+
+def test_dropout_where_sequences_stay_cut(jobs: Jobs) -> None:
+    """A token's mask is that of its place on its worker, which never changes."""
+    layout = BOTH | SINKHORN | DROPOUT
+    job = jobs.run(tiny(**layout, resihp_inject="kill:1@4:backward"), workers=WORKERS)
+    check_training(job, jobs.reference(tiny(**layout), workers=WORKERS))
+    assert degrees(job) == [(2, 2, 4), (2, 2, 2)]
+    dry = jobs.reference(tiny(**BOTH | SINKHORN), workers=WORKERS)
+    assert (compare(job.summary.loss, dry.summary.loss) or 0) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("layout", "workers", "first", "second"),
+    [
+        ({"expert_model_parallel_size": 4}, 8, (2, 4, 8), (2, 2, 6)),
+        ({"context_parallel_size": 4}, 8, (4, 2, 8), (2, 2, 6)),
+        (OPTIMIZER, 4, (2, 2, 4), (1, 1, 3)),
+        (TENSOR, 8, (2, 2, 4), (1, 1, 3)),
+        ({"pipeline_model_parallel_size": 2, "use_tp_pp_dp_mapping": True}, 8, (2, 2, 4), (1, 1, 3)),
+        ({"expert_model_parallel_size": 1}, 4, (2, 1, 4), (1, 1, 3)),
+    ],
+    ids=["more experts", "more sequences", "optimizer", "tensor", "stages first", "experts of their own"],
+)  # fmt: skip
+def test_a_death_in_other_layouts(
+    jobs: Jobs, layout: dict[str, Any], workers: int, first: tuple[int, int, int], second: tuple[int, int, int]
+) -> None:
+    size = {"global_batch_size": 8} if workers == 8 else {}
+    job = like_stock(jobs, "kill:1@4:backward", layout=BOTH | size | layout, workers=workers)
+    assert degrees(job) == [first, second]
