@@ -36,13 +36,17 @@ from launched import is_alive
 from test_async_saves import ASYNC
 from test_checkpoints import as_stock_says, rest_of, save, stock_losses
 from test_context_parallelism import OPTIMIZER, SHARED, TENSOR, degrees
+from test_flags import LINEAR, TWO
 from test_interleaved import INTERLEAVED, UNLIKE
 from test_interleaved import own_plan as interleaved_plan
 from test_logs import PIPELINE, check_files, logged
 from test_nodes import TWO_NODES, free_port, late_node
 from test_overlap import GATHERED
-from test_plans import FOUR, GROUPED, LLAMA, MODEL, PER_TOKEN, UNIFORM_LAYOUT, own_plan, survive
+from test_plan_failures import are_heterogeneous
+from test_plans import FOUR, GROUPED, LLAMA, MODEL, PER_TOKEN, UNIFORM_LAYOUT, own_plan, stages, survive
+from test_query_groups import plan
 from test_recovery_points import EVALUATION, evaluations
+from test_sharing_both import BOTH
 
 from megatron_resihp.cli import main
 from megatron_resihp.control import exit_codes
@@ -262,7 +266,7 @@ def test_saves_beside_training(script: Path, tmp_path: Path) -> None:
     assert losses[25] == pytest.approx(summary.loss[25], rel=1e-2)
 
 
-@pytest.mark.parametrize("layout", [OPTIMIZER, TENSOR], ids=["optimizer", "tensor"])
+@pytest.mark.parametrize("layout", [OPTIMIZER, TENSOR, BOTH], ids=["optimizer", "tensor", "experts, too"])
 def test_fewer_workers_share_each_sequence(jobs: Jobs, layout: dict[str, Any]) -> None:
     """The script cuts batches by the arguments and the groups of the plan in force."""
     model = SHARED | layout
@@ -270,3 +274,12 @@ def test_fewer_workers_share_each_sequence(jobs: Jobs, layout: dict[str, Any]) -
     job = jobs.run(tiny(**model, resihp_inject="kill:3@4:backward"), workers=4)
     check_training(job, reference)
     assert [context for context, _ in degrees(job)] == [2, 1]
+
+
+def test_gated_delta_nets_through_a_death_and_in_stages_of_other_degrees(jobs: Jobs, tmp_path: Path) -> None:
+    """The script's own builder of models finds which of a stage's layers have them."""
+    model = TWO | LINEAR
+    words = ask_for(tmp_path, plan(stages([2], [1, 0])), plan(stages([0, 1])))
+    job = jobs.run(tiny(**model, resihp_plan=words, resihp_inject="kill:3@1:backward"), workers=4)
+    check_training(job, jobs.reference(tiny(**model), workers=4))
+    assert are_heterogeneous(job) == [False, False, True, False]
