@@ -343,6 +343,12 @@ EXPERTS: dict[str, Any] = {
     "moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.5, "disable_bias_linear": True,
 }  # fmt: skip
 """Its layers are mixtures of experts. The losses that balance them are so large that a wrong share of one is seen."""
+LINEAR: dict[str, Any] = EXPERTS | {
+    "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 2, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 4, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "sequence_parallel": True, "swiglu": True,
+}  # fmt: skip
+"""Each second layer has a gated delta net."""
 BIASED: dict[str, Any] = EXPERTS | {
     "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.002,
 }  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import BF16, EXPERTS, FP32, PRETRAIN, Job, Jobs, Tolerance, environment_of, tiny
+from jobs import BF16, EXPERTS, FP32, LINEAR, PRETRAIN, Job, Jobs, Tolerance, environment_of, tiny
 from nursery import MOCK_DATA_SIZE
 from test_plans import FOUR, LLAMA, MODEL, PREDICTIONS, UNIFORM_LAYOUT
 from torch.distributed import checkpoint as checkpoints
@@ -63,6 +63,7 @@ def save(jobs: Jobs, path: Path, **options: Any) -> Job:
         pytest.param("V shape", LLAMA | {"bf16": True}, BF16, marks=NIGHTLY),
         pytest.param("TP 2 and 1", EXPERTS | {"sequence_parallel": True}, FP32, marks=NIGHTLY),
         pytest.param("TP 2 and 1", PREDICTIONS, FP32, marks=NIGHTLY),
+        pytest.param("TP 2 and 1", LINEAR, FP32, marks=NIGHTLY),
     ],
     ids=[
         "unlike stages",
@@ -72,6 +73,7 @@ def save(jobs: Jobs, path: Path, **options: Any) -> Job:
         "V shape in 16 bits",
         "experts",
         "further predictions",
+        "gated delta nets",
     ],
 )
 def test_a_job_goes_on_in_its_own_layout(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import EXPERTS, Jobs, ask_at, ask_for, check_training, tiny
+from jobs import EXPERTS, LINEAR, Jobs, ask_at, ask_for, check_training, tiny
 from stock_runs import check_like_stock, stock_steps
 from test_interleaved import UNLIKE, own_plan
 from test_plan_failures import are_heterogeneous
@@ -49,11 +49,6 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 4, "qk_layernorm": True, "rotary_scaling_factor": 4.0, "normalization": "RMSNorm",
     "disable_bias_linear": True, "sequence_parallel": True, "recompute_granularity": "selective",
     "recompute_modules": ["layernorm", "mla_up_proj"],
-}  # fmt: skip
-LINEAR: dict[str, Any] = EXPERTS | {
-    "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 2, "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 4, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "sequence_parallel": True, "swiglu": True,
 }  # fmt: skip
 GROUPED: dict[str, Any] = EXPERTS | {
     "moe_grouped_gemm": True, "swiglu": True, "sequence_parallel": True, "moe_shared_expert_intermediate_size": 32,

@@ -22,6 +22,7 @@ from jobs import (
     BF16,
     DROPOUT,
     FP32,
+    LINEAR,
     Job,
     Jobs,
     Nursery,
@@ -36,7 +37,7 @@ from launched import is_alive
 from test_async_saves import ASYNC
 from test_checkpoints import as_stock_says, rest_of, save, stock_losses
 from test_context_parallelism import OPTIMIZER, SHARED, TENSOR, degrees
-from test_flags import LINEAR, TWO
+from test_flags import TWO
 from test_interleaved import INTERLEAVED, UNLIKE
 from test_interleaved import own_plan as interleaved_plan
 from test_logs import PIPELINE, check_files, logged

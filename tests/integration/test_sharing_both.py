@@ -5,13 +5,18 @@ numbers of both and under smaller ones.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import DROPOUT, EXPERTS, FP32, WISHING, Job, Jobs, check_samples, check_training, tiny
+from jobs import DROPOUT, EXPERTS, FP32, PRETRAIN, WISHING, Job, Jobs, check_samples, check_training, tiny
 from stock_runs import check_like_stock, forked_stock_steps, losses_of
+from test_checkpoints import FUSED, as_stock_says, stock_losses
+from test_emergency import emergency
 from test_expert_parallelism import DROPPING, OPTIMIZER, SINKHORN, TENSOR
 
+from megatron_resihp.control import exit_codes
+from megatron_resihp.control.worker.saved_state import flags, newest_state
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.report.run.summary import compare
 
@@ -105,3 +110,31 @@ def test_a_death_in_other_layouts(
     size = {"global_batch_size": 8} if workers == 8 else {}
     job = like_stock(jobs, "kill:1@4:backward", layout=BOTH | size | layout, workers=workers)
     assert degrees(job) == [first, second]
+
+
+@pytest.mark.parametrize("layout", [{}, OPTIMIZER], ids=["plain", "optimizer"])
+def test_a_checkpoint_of_smaller_numbers(jobs: Jobs, tmp_path: Path, layout: dict[str, Any]) -> None:
+    """Stock Megatron goes on from it under the job's own."""
+    stock = losses_of(forked_stock_steps(jobs, WORKERS, **BOTH | layout))
+    saving = {"save": tmp_path / "saved", "save_interval": 6, "exit_interval": 6}
+    job = jobs.run(tiny(**BOTH | layout | saving, resihp_inject="kill:3@3"), workers=WORKERS)
+    assert job.code == 0 and degrees(job) == [(2, 2, 4), (1, 1, 3)], job.tails()
+    loading = BOTH | layout | {"load": tmp_path / "saved", "ckpt_format": "torch_dist"}
+    losses = stock_losses(FUSED if layout else PRETRAIN, WORKERS, **loading)
+    assert losses == pytest.approx(as_stock_says({number: stock[number] for number in (7, 8, 9)}), rel=FP32.loss)
+
+
+@pytest.mark.parametrize("layout", [{}, OPTIMIZER], ids=["plain", "optimizer"])
+def test_what_survivors_saved_is_gone_on_from(jobs: Jobs, layout: dict[str, Any]) -> None:
+    """They are too few for the user, and save what they have; the job goes on from that under its own numbers."""
+    stock = losses_of(forked_stock_steps(jobs, WORKERS, **BOTH | layout))
+    model = tiny(**BOTH | layout)
+    lost = jobs.run([*model, "--resihp-inject", "kill:3@4"], workers=WORKERS, min_workers=WORKERS, script=FUSED)
+    assert lost.code == exit_codes.NO_PLAN, lost.tails()
+    made = emergency(lost.run_dir)
+    assert made.returncode == 0, made.stdout + made.stderr
+    found = newest_state(lost.run_dir)
+    assert found is not None and found[1] == 3
+    again = jobs.run([*model, *flags(found[0])], workers=WORKERS, script=FUSED)
+    assert again.code == 0, again.tails()
+    assert again.summary.loss == pytest.approx({n: stock[n] for n in range(4, 10)}, rel=FP32.loss)
