@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jobs import FP32, Job, Jobs, Tolerance, environment_of, tiny
+from jobs import FP32, Job, Jobs, Tolerance, check_samples, environment_of, tiny
 
 from megatron_resihp.report.run.summary import compare
 
@@ -18,6 +18,8 @@ Steps = dict[int, tuple[float, float]]
 
 NOTING = Path(__file__).with_name("noting_gpt.py")
 STOCK_S = 240
+LARGE_JOB_S = 300.0
+"""For a job of eight workers."""
 OURS: dict[str, Any] = {"resihp": False, "resihp_record_samples": False, "resihp_record_digests": False}
 
 
@@ -55,3 +57,23 @@ def check_like_stock(job: Job, expected: Steps, tolerance: Tolerance = FP32) -> 
     assert job.code == 0 and len(expected) == len(job.summary.loss)
     assert difference is not None and difference <= tolerance.loss
     assert norms is not None and norms <= tolerance.norm
+
+
+def like_stock(
+    jobs: Jobs, *injections: str, layout: dict[str, Any], workers: int = 4, tolerance: Tolerance = FP32, **extra: Any
+) -> Job:
+    """A job that loses workers, compared with stock Megatron, which loses none."""
+    stock = forked_stock_steps(jobs, workers, **layout)
+    job = jobs.start(tiny(**layout, **extra, resihp_inject=injections or None), workers=workers).wait(LARGE_JOB_S)
+    assert job.code == 0, job.tails()
+    check_like_stock(job, stock, tolerance)
+    check_samples(job)
+    assert len(job.summary.deaths) == len(injections)
+    return job
+
+
+def check_that_training_shows(jobs: Jobs, workers: int, layout: dict[str, Any]) -> None:
+    """The negative control of comparisons: a job that learns next to nothing differs from one that learns."""
+    stock, other = (forked_stock_steps(jobs, workers, **layout | rate) for rate in ({}, {"lr": 1e-9, "min_lr": 0}))
+    difference = compare(losses_of(stock), losses_of(other))
+    assert difference is not None and difference > 100 * FP32.loss

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from jobs import BF16, FP32, PRETRAIN, WISHING, Job, Jobs, Tolerance, ask_at, check_samples, tiny
-from stock_runs import check_like_stock, forked_stock_steps, losses_of
+from stock_runs import check_like_stock, check_that_training_shows, forked_stock_steps, like_stock, losses_of
 from test_checkpoints import FUSED, as_stock_says, stock_losses
 from test_emergency import emergency
 from test_recovery_points import evaluations
@@ -18,7 +18,6 @@ from test_recovery_points import evaluations
 from megatron_resihp.control import exit_codes
 from megatron_resihp.control.worker.saved_state import flags, newest_state
 from megatron_resihp.plan import Coordinate, ParallelPlan, Replica
-from megatron_resihp.report.run.summary import compare
 
 pytestmark = pytest.mark.nightly
 
@@ -41,22 +40,8 @@ def degrees(job: Job) -> list[tuple[int, int]]:
     return [(plan.context_parallel, len(plan.replicas)) for plan in plans]
 
 
-def like_stock(jobs: Jobs, *injections: str, layout: dict[str, Any], tolerance: Tolerance = FP32, **extra: Any) -> Job:
-    """A job that loses workers, compared with stock Megatron, which loses none."""
-    stock = forked_stock_steps(jobs, WORKERS, **layout)
-    job = jobs.run(tiny(**layout, **extra, resihp_inject=injections or None), workers=WORKERS)
-    assert job.code == 0, job.tails()
-    check_like_stock(job, stock, tolerance)
-    check_samples(job)
-    assert len(job.summary.deaths) == len(injections)
-    return job
-
-
 def test_training_shows_in_the_losses(jobs: Jobs) -> None:
-    """The negative control of the other tests: a job that learns next to nothing differs from one that learns."""
-    stock, other = (forked_stock_steps(jobs, WORKERS, **SHARED | rate) for rate in ({}, {"lr": 1e-9, "min_lr": 0}))
-    difference = compare(losses_of(stock), losses_of(other))
-    assert difference is not None and difference > 100 * FP32.loss
+    check_that_training_shows(jobs, WORKERS, SHARED)
 
 
 def test_a_shared_sequence_is_trained_as_a_whole_one(jobs: Jobs) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from jobs import DROPOUT, EXPERTS, FP32, PRETRAIN, WISHING, Job, Jobs, check_samples, check_training, tiny
-from stock_runs import check_like_stock, forked_stock_steps, losses_of
+from stock_runs import check_like_stock, check_that_training_shows, forked_stock_steps, like_stock, losses_of
 from test_checkpoints import FUSED, as_stock_says, stock_losses
 from test_emergency import emergency
 from test_expert_parallelism import DROPPING, OPTIMIZER, SINKHORN, TENSOR
@@ -37,22 +37,8 @@ def degrees(job: Job) -> list[tuple[int, int, int]]:
     return [(plan.context_parallel, plan.expert_parallel, len(plan.replicas)) for plan in plans]
 
 
-def like_stock(jobs: Jobs, *injections: str, layout: dict[str, Any], workers: int = WORKERS) -> Job:
-    """A job that loses workers, compared with stock Megatron, which loses none."""
-    stock = forked_stock_steps(jobs, workers, **layout)
-    job = jobs.start(tiny(**layout, resihp_inject=injections), workers=workers).wait(LARGE_JOB_S)
-    assert job.code == 0, job.tails()
-    check_like_stock(job, stock, FP32)
-    check_samples(job)
-    assert len(job.summary.deaths) == len(injections)
-    return job
-
-
 def test_training_shows_in_the_losses(jobs: Jobs) -> None:
-    """The negative control of the other tests: a job that learns next to nothing differs from one that learns."""
-    stock, other = (forked_stock_steps(jobs, WORKERS, **BOTH | rate) for rate in ({}, {"lr": 1e-9, "min_lr": 0}))
-    difference = compare(losses_of(stock), losses_of(other))
-    assert difference is not None and difference > 100 * FP32.loss
+    check_that_training_shows(jobs, WORKERS, BOTH)
 
 
 def test_a_death_and_the_return_of_the_worker(jobs: Jobs) -> None:
