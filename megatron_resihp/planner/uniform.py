@@ -9,7 +9,7 @@ expert parallelism, they share experts in such groups. With both, groups of one 
 other.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import product
@@ -227,7 +227,7 @@ def plan_uniform(shape: JobShape, held: Mapping[int, Coordinate | None], previou
     """
     coordinates = shape.coordinates()
     holders: dict[Coordinate, list[int]] = {c: [] for c in coordinates}
-    for worker in sorted(held, key=lambda w: _preference(w, held, previous)):
+    for worker in sorted(held, key=_preference(held, previous)):
         coordinate = held[worker]
         if coordinate is not None:
             holders[coordinate].append(worker)
@@ -247,18 +247,20 @@ def plan_uniform(shape: JobShape, held: Mapping[int, Coordinate | None], previou
     return _plan(_arrange(chosen, replicas, previous, shape), shape, standbys, sharing)
 
 
-def _preference(worker: int, held: Mapping[int, Coordinate | None], previous: ParallelPlan) -> tuple[int, ...]:
+def _preference(held: Collection[int], previous: ParallelPlan) -> Callable[[int], tuple[int, ...]]:
     """Sort key: workers that had work come first (no warm-up), and among them those that lost the fewest mates.
 
     A TP group that stays together needs no new links, and TP peers of different replicas may be on different nodes.
     """
-    index, coordinate = previous.replica_of(worker), previous.coordinate_of(worker)
-    if index is None or coordinate is None:
-        return (1, worker)
-    replica = previous.replicas[index]
-    lost_peers = sum(peer not in held for peer in replica.stages[coordinate.stage])
-    lost_mates = sum(mate not in held for mate, _ in replica.workers())
-    return (0, lost_peers, lost_mates, index, worker)
+    lost = [[sum(each not in held for each in stage) for stage in replica.stages] for replica in previous.replicas]
+
+    def key(worker: int) -> tuple[int, ...]:
+        index, coordinate = previous.replica_of(worker), previous.coordinate_of(worker)
+        if index is None or coordinate is None:
+            return (1, worker)
+        return (0, lost[index][coordinate.stage], sum(lost[index]), index, worker)
+
+    return key
 
 
 def _fill(

@@ -4,6 +4,7 @@
 May import `events`, `protocol`, the store and this package's door.
 """
 
+from collections import deque
 from collections.abc import Callable
 from typing import Final
 
@@ -46,12 +47,15 @@ class Inbox:
         self.letter: str | None = None
         self._known = known
         self._recent: dict[str, None] = {}
+        self._taken: deque[str] = deque()
 
     def take(self, wait_s: float = 0.0) -> list[Heard] | None:
         """The next message, if any comes in time; an empty list if it was dropped; None: none has come."""
-        text = self._store.pop(keys.INBOX, wait_s)
-        if text is None:
+        if not self._taken:
+            self._taken.extend(self._store.take(keys.INBOX, wait_s))
+        if not self._taken:
             return None
+        text = self._taken.popleft()
         try:
             letter = read_message(text, self._state.job.size, self._state.joining.may_exist)
         except MalformedError as error:

@@ -6,7 +6,7 @@ plan says of standbys: it can't keep what it doesn't hold, and no worker drops s
 May import `plan`, what `cost` knows of models, and this package's modules.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,7 +56,7 @@ def plan_of(data: Any) -> ParallelPlan:
 
 
 def plan_to_change_to(
-    asked: ParallelPlan, current: ParallelPlan, own: tuple[Chunk, ...], degree: int, living: set[int]
+    asked: ParallelPlan, current: ParallelPlan, own: tuple[Chunk, ...], degree: int, living: Set[int]
 ) -> ParallelPlan:
     """What is to be run of a plan that was asked for.
 

@@ -155,7 +155,8 @@ def plan_for_survivors(
     """
     if shape.shares_experts:
         return _of_sharers(shape, own, held, previous, in_parts)
-    exact = {worker: coordinate_at(own, shards, shape.tensor_parallel) for worker, shards in held.items()}
+    places = {shards: coordinate_at(own, shards, shape.tensor_parallel) for shards in set(held.values())}
+    exact = {worker: places[shards] for worker, shards in held.items()}
     taken = _stand_ins(shape, own, held, exact)
     try:
         plan = plan_uniform(shape, {**exact, **taken}, previous)
@@ -195,12 +196,13 @@ def _stand_ins(
     """Workers that are to hold shards of the job's layout whose parts are there, but which no worker holds."""
     grain = _grain(held.values())
     shares = grain._replace(members=math.lcm(grain.members, shape.tensor_parallel))
-    cells = {worker: _cells(shards, shares) for worker, shards in held.items()}
-    everything = _union(held, shares)
+    cells = {shards: _cells(shards, shares) for shards in set(held.values())}
+    everything = set[Cell]().union(*cells.values())
+    there = set(exact.values())
     taken: dict[int, Coordinate] = {}
     for coordinate in shape.coordinates():
         wanted = _cells(shape.shards_at(own, coordinate), shares)
-        if coordinate in exact.values() or not wanted <= everything:
+        if coordinate in there or not wanted <= everything:
             continue
         holds = {**exact, **taken}
         holders = Counter(holds.values())
@@ -210,13 +212,13 @@ def _stand_ins(
             if worker not in taken and (holds[worker] is None or holders[holds[worker]] > 1)
         ]
         if spare:
-            overlap = {worker: len(cells[worker] & wanted) for worker in spare}
+            overlap = {worker: len(cells[held[worker]] & wanted) for worker in spare}
             taken[max(spare, key=lambda worker: (exact[worker] is None, overlap[worker]))] = coordinate
     return taken
 
 
-def _grain(held: Iterable[Sequence[Shard]]) -> Grain:
-    shards = [shard for each in held for shard in each]
+def _grain(held: Iterable[tuple[Shard, ...]]) -> Grain:
+    shards = [shard for each in set(held) for shard in each]  # many workers hold the same
     return Grain(cuts_of(shards), shares_of(shards))
 
 
@@ -232,7 +234,7 @@ def _cells(shards: Iterable[Shard], grain: Grain) -> set[Cell]:
 
 
 def _union(held: Held, grain: Grain) -> set[Cell]:
-    return {cell for shards in held.values() for cell in _cells(shards, grain)}
+    return {cell for shards in set(held.values()) for cell in _cells(shards, grain)}
 
 
 def _as_shards(cells: set[Cell], grain: Grain) -> tuple[Shard, ...]:

@@ -188,8 +188,8 @@ class LastingStore:
     def push(self, queue: str, value: str) -> None:
         self._way.again(lambda store: store.push(queue, value))
 
-    def pop(self, queue: str, timeout_s: float) -> str | None:
-        return self._way.again(lambda store: store.pop(queue, timeout_s))
+    def take(self, queue: str, timeout_s: float) -> list[str]:
+        return self._way.again(lambda store: store.take(queue, timeout_s))
 
     def delete(self, key: str) -> bool:
         return self._way.again(lambda store: store.delete(key))

@@ -13,10 +13,12 @@ from functools import partial
 from itertools import count
 from typing import Final
 
-from megatron_resihp.control.transport.store_wire import Op, Reply, Request, Said
+from megatron_resihp.control.transport.store_wire import SIZE, Op, Reply, Request, Said, write_values
 
 YES: Final = Reply(Said.YES)
 NO: Final = Reply(Said.NO)
+MOST_TAKEN_BYTES: Final = 1 << 20
+"""Of an answer with values of a queue, unless the first is larger."""
 Told = list[tuple[Hashable, Reply]]
 """Replies, each with who asked."""
 
@@ -86,17 +88,26 @@ class Storage:
 
     def _find(self, request: Request) -> Reply | None:
         key = request.fields[0]
-        if request.op is Op.POP:
-            queue = self._queues.get(key)
-            if not queue:
-                return None
-            value = queue.popleft()
-            if not queue:
-                del self._queues[key]
-            return Reply(Said.YES, value)
+        if request.op is Op.TAKE:
+            return self._take(key)
         if key not in self._values:
             return None
         return Reply(Said.YES, self._values[key]) if request.op is Op.GET else YES
+
+    def _take(self, key: bytes) -> Reply | None:
+        """What a queue holds, as far as it fits into an answer."""
+        queue = self._queues.get(key)
+        if not queue:
+            return None
+        answer = write_values([queue.popleft()])
+        rest: list[bytes] = []
+        left = MOST_TAKEN_BYTES - len(answer)
+        while queue and len(queue[0]) + SIZE.size <= left:
+            left -= len(queue[0]) + SIZE.size
+            rest.append(queue.popleft())
+        if not queue:
+            del self._queues[key]
+        return Reply(Said.YES, answer + write_values(rest))
 
     def _wake(self, request: Request) -> Told:
         if request.op not in (Op.SET, Op.COMPARE_SET, Op.ADD, Op.PUSH):
@@ -140,7 +151,7 @@ class Storage:
 
 
 def _place(request: Request) -> tuple[bool, bytes]:
-    return request.op is Op.POP, request.fields[0]
+    return request.op is Op.TAKE, request.fields[0]
 
 
 def _delete_all(values: dict[bytes, bytes], beginning: bytes) -> Reply:

@@ -35,7 +35,7 @@ class Store(Protocol):
 
     One object is one connection, and a blocking call holds it: every thread has its own, from `clone`. When a call that
     writes has returned, every other connection sees what it wrote. Whatever fails for want of the store raises
-    StoreError; what merely takes too long is told by TimeoutError, False or None.
+    StoreError; what merely takes too long is told by TimeoutError, False or an empty list.
     """
 
     def set(self, key: str, value: str) -> None:
@@ -67,8 +67,10 @@ class Store(Protocol):
     def push(self, queue: str, value: str) -> None:
         """Append to a queue."""
 
-    def pop(self, queue: str, timeout_s: float) -> str | None:
-        """Take the oldest value off a queue, each for one taker only; None when none comes in time."""
+    def take(self, queue: str, timeout_s: float) -> list[str]:
+        """Take values off a queue, the oldest first, each for one taker only: some of those that are there, or the
+        first that comes; empty when none comes in time."""
+        ...
 
     def delete(self, key: str) -> bool:
         """Remove a key, and say whether it was there."""

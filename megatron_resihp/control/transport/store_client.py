@@ -25,6 +25,7 @@ from megatron_resihp.control.transport.store_wire import (
     Request,
     Said,
     read_reply,
+    read_values,
     write_request,
 )
 
@@ -145,10 +146,10 @@ class StoreClient:
     def push(self, queue: str, value: str) -> None:
         self.connection.ask(Op.PUSH, *_sized(queue, value))
 
-    def pop(self, queue: str, timeout_s: float) -> str | None:
-        reply = self.connection.ask(Op.POP, queue.encode(), within_s=timeout_s)
+    def take(self, queue: str, timeout_s: float) -> list[str]:
+        reply = self.connection.ask(Op.TAKE, queue.encode(), within_s=timeout_s)
         # Who pushes what is no text gets it back as something else that is none.
-        return _text(reply) if reply.said is Said.YES else None
+        return [each.decode(errors="replace") for each in read_values(reply.value)]
 
     def delete(self, key: str) -> bool:
         return self.connection.ask(Op.DELETE, key.encode()).said is Said.YES

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
@@ -36,8 +37,8 @@ class Op(IntEnum):
     """key, amount → the sum"""
     PUSH = 7
     """queue, value"""
-    POP = 8
-    """queue → value, when it comes"""
+    TAKE = 8
+    """queue → its values, when any come; no more than fit into an answer"""
     DELETE = 9
     """key → whether it was there"""
     COUNT = 10
@@ -75,7 +76,7 @@ class MalformedRequestError(ValueError):
 
 
 FIELDS: Final = {
-    Op.SET: 2, Op.GET: 1, Op.WAIT: 1, Op.COMPARE_SET: 3, Op.ADD: 2, Op.PUSH: 2, Op.POP: 1, Op.DELETE: 1, Op.COUNT: 0,
+    Op.SET: 2, Op.GET: 1, Op.WAIT: 1, Op.COMPARE_SET: 3, Op.ADD: 2, Op.PUSH: 2, Op.TAKE: 1, Op.DELETE: 1, Op.COUNT: 0,
     Op.DELETE_ALL: 1,
 }  # fmt: skip
 """How many fields a request has, but for CHECK."""
@@ -105,6 +106,26 @@ def read_request(data: bytes) -> Request:
     if at != len(data) or not 0.0 <= within_s < float("inf"):
         raise MalformedRequestError(f"{op.name} that is cut or too long")
     return Request(op, tuple(fields), within_s)
+
+
+def write_values(values: Iterable[bytes]) -> bytes:
+    """Several values as that of one answer."""
+    return b"".join(part for each in values for part in (SIZE.pack(len(each)), each))
+
+
+def read_values(data: bytes) -> list[bytes]:
+    """Raises MalformedRequestError."""
+    values, at = [], 0
+    try:
+        while at < len(data):
+            (size,) = SIZE.unpack_from(data, at)
+            at += SIZE.size + size
+            values.append(data[at - size : at])
+    except struct.error as error:
+        raise MalformedRequestError(str(error)) from None
+    if at != len(data):
+        raise MalformedRequestError("values that are cut")
+    return values
 
 
 def write_reply(reply: Reply) -> bytes:

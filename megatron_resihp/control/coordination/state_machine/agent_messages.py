@@ -89,8 +89,7 @@ class AgentMessages:
     def _on_unheard(self, message: NoticeUnheard, now: float) -> list[Action]:
         """No thread of the worker runs: its process is stopped, or hangs in a call that keeps Python's lock."""
         state, worker = self._state, message.worker
-        awaited = state.living - state.reports.records.keys() if state.phase is Phase.REPORTING else ()
-        if message.epoch != state.epoch or worker not in awaited:
+        if message.epoch != state.epoch or not state.awaits_report(worker):
             return []
         cause = f"did not hear within {message.silence_s:.1f} s that the epoch is broken"
         return [Notify(WorkersGivenUp((worker,), cause)), *self._epochs.die({worker: cause}, message.time, now)]

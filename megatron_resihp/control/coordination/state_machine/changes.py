@@ -196,7 +196,7 @@ class ChangesByChoice:
 
     def _have_left(self, workers: Iterable[int]) -> tuple[int, ...]:
         state, left = self._state, tuple(sorted(workers))
-        state.dead.update(dict.fromkeys(left, "left"))
+        state.lose(dict.fromkeys(left, "left"))
         state.departures.left.update(left)
         state.joining.waiting.difference_update(left)
         return left

@@ -49,7 +49,7 @@ class Ends:
             missing: shards that no survivor holds.
         """
         state, ending = self._state, self._state.ending
-        held = {worker: state.reports.held[worker] for worker in state.living if state.reports.held.get(worker)}
+        held = {worker: state.reports.held[worker] for worker in sorted(state.living) if state.reports.held.get(worker)}
         writers = self._plans.optimizer.writers(held)
         state.epoch += 1
         state.phase, state.left_s = Phase.SAVING, state.limits.save_s
@@ -100,7 +100,7 @@ class Ends:
     def end_if_stranded(self) -> list[Action]:
         """End a job whose workers wait at the start for others that have finished and never come."""
         state = self._state
-        if state.phase is not Phase.STARTING or not state.ready or state.living - set(state.ready):
+        if state.phase is not Phase.STARTING or not state.ready or not state.ready.keys() >= state.living:
             return []
         gone = ", ".join(f"worker {w}" for w in sorted(state.done - set(state.ready)))
         return self.end(exit_codes.FAILED, f"{gone} finished during start-up, and the others wait for them")

@@ -89,7 +89,7 @@ class Epochs:
 
     def _note_deaths(self, causes: dict[int, str], died_at: float, now: float) -> list[Action]:
         state = self._state
-        state.dead.update(causes)
+        state.lose(causes)
         state.joining.waiting -= causes.keys()
         for worker in causes:
             state.joining.heard_of(worker)
@@ -148,7 +148,7 @@ class Epochs:
             return []
         if not state.living:
             return self._ends.none_is_left()
-        if state.living - set(reports.records):
+        if not reports.records.keys() >= state.living:
             return []
         if (awaited := self._await_word()) is not None:
             return awaited
@@ -208,7 +208,8 @@ class Epochs:
             return step + self._ends.save(str(error), missing)
         on_trial = state.first_steps.published(plan, before, state.changes.under_way, told)
         state.epoch += 1
-        state.plan, state.phase, state.ready = plan, Phase.BUILDING, {}
+        state.adopt(plan)
+        state.phase, state.ready = Phase.BUILDING, {}
         state.left_s = state.limits.build_s
         joined = state.joining.taken_in(plan)
         called = [Notify(WorkersTakenIn(state.epoch, tuple(joined)))] if joined else []

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which plan comes next, given what survivors hold. May import `plan`, `planner` and pure modules of `control`."""
 
+from collections.abc import Set
+
 from megatron_resihp.control.coordination.state_machine.state import HeldShards, State
 from megatron_resihp.control.replanning.inventory import Held, Survivors
 from megatron_resihp.control.replanning.modes import OptimizerState, optimizer_after
@@ -31,7 +33,7 @@ class Plans:
         """Where the optimizer's state is, under the plan that was run last."""
         return optimizer_after(self._state.running, self._state.job.distributed_optimizer)
 
-    def held_by(self, workers: set[int]) -> HeldShards:
+    def held_by(self, workers: Set[int]) -> HeldShards:
         """What the plan in force gives these workers to hold."""
         plan, _ = self._state.plan_and_shape
         full = spelled_out(plan, self._state.job.own)

@@ -5,6 +5,7 @@ Data with simple questions about it; the other modules of this package decide. M
 `protocol` and pure modules of `control`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -156,6 +157,8 @@ class State:
         recoveries_here: recoveries since the last step.
         dead: worker → why it is.
         done: workers whose script has ended well.
+        living: members of the current epoch that are neither dead nor done. Each message asks for them, and in a job of
+            10,000 workers to find them anew each time would take longer than all else.
         joining: workers that were not there at the start.
         departures: nodes and workers that were told to leave.
         first_steps: plans that no step has been taken under yet.
@@ -183,18 +186,33 @@ class State:
     departures: Departures = field(init=False)
     reports: Reports = field(init=False)
     slowness: SlownessDesk = field(init=False)
+    living: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.living = frozenset(range(self.job.size.workers))
         self.joining = JoiningWorkers(self.job.size)
         self.departures = Departures(self.joining)
         self.reports = Reports(FailedLinks(self.joining.node_of))
         self.slowness = SlownessDesk(self.job.size.workers)
 
-    @property
-    def living(self) -> set[int]:
-        """Members of the current epoch that are neither known to be dead nor finished."""
-        members = set(self.plan.members) if self.plan else set(range(self.job.size.workers))
-        return members - set(self.dead) - self.done
+    def adopt(self, plan: ParallelPlan) -> None:
+        """Have its members be those of the epoch."""
+        self.plan = plan
+        self.living = frozenset(plan.members).difference(self.dead, self.done)
+
+    def lose(self, causes: Mapping[int, str]) -> None:
+        """These workers are dead. `causes`: worker → why."""
+        self.dead.update(causes)
+        self.living = self.living.difference(causes)
+
+    def finish(self, worker: int) -> None:
+        """The script of this worker has ended well."""
+        self.done.add(worker)
+        self.living -= {worker}
+
+    def awaits_report(self, worker: int) -> bool:
+        """Whether the epoch has broken, and this worker has not said yet what it has."""
+        return self.phase is Phase.REPORTING and worker in self.living and worker not in self.reports.records
 
     @property
     def awaits_time(self) -> bool:

@@ -101,13 +101,12 @@ class WorkerMessages:
             return []
         job.shape, job.own, job.description = shape, own, told
         try:
-            state.plan = state.first = initial_plan(shape, job.size.workers, told.pipeline_last)
+            first = initial_plan(shape, job.size.workers, told.pipeline_last)
         except NoPlanError as error:
             return self._ends.end(exit_codes.REFUSED, str(error))
-        return [
-            Log(job_described(message.worker, told)),
-            EpochPlan(0, state.plan, None),
-        ]
+        state.first = first
+        state.adopt(first)
+        return [Log(job_described(message.worker, told)), EpochPlan(0, first, None)]
 
     def _on_joining(self, message: JoinRequest, now: float) -> list[Action]:
         """A worker that was not there at the start is ready for a place in a plan; it holds nothing."""
@@ -130,7 +129,7 @@ class WorkerMessages:
         if not here or state.phase not in (Phase.STARTING, Phase.BUILDING):
             return []
         state.ready[message.worker] = message
-        if state.plan is None or set(state.plan.members) - set(state.ready):
+        if state.plan is None or len(state.ready) < len(state.plan.members):  # members only are ready
             return self._ends.end_if_stranded()
         unlike = differing(ready.digests for ready in state.ready.values())
         if unlike:
@@ -194,9 +193,8 @@ class WorkerMessages:
     def _on_still_saving(self, message: StillSaving) -> list[Action]:
         """Wait as long again for the reports that are missing. Nothing interrupts a worker that writes to a disk."""
         state = self._state
-        awaited = state.living - state.reports.records.keys() if state.phase is Phase.REPORTING else ()
         by_choice = state.changes.under_way is not None
-        if message.epoch == state.epoch and message.worker in awaited and not by_choice:
+        if message.epoch == state.epoch and state.awaits_report(message.worker) and not by_choice:
             state.left_s = state.limits.report_s
         return []
 
@@ -235,10 +233,10 @@ class WorkerMessages:
             return []
         # The process ends after that word, and by then others may build an epoch without the worker.
         waited_for = worker not in state.done and state.phase is Phase.BUILDING
-        state.done.add(worker)
+        state.finish(worker)
         state.reports.records.pop(worker, None)
-        working = set(state.plan.working) if state.plan else state.living
-        if state.done >= working - set(state.dead):
+        working = state.plan.working if state.plan else state.living
+        if state.living.isdisjoint(working):
             return ends.all_have_ended()
         # No worker may wait for it any more: neither those that build an epoch with it nor those that reported.
         broken = self._epochs.break_epoch(f"worker {worker} finished", now) if waited_for else []

@@ -52,19 +52,19 @@ class Played:
         self.now = 1000.0
         self.values: dict[str, str] = {}
 
-    def pop(self, queue: str, timeout_s: float) -> str | None:
+    def take(self, queue: str, timeout_s: float) -> list[str]:
         if not self.script and not timeout_s:
-            return None
+            return []
         assert self.script, "the coordinator goes on after the end"
         told = self.script[0]
         if not isinstance(told, float):
             self.script.popleft()
             letter = told if isinstance(told, Letter) else Letter("a process", told)
-            return MESSAGES.write(letter.body, letter.sender, letter.id)
+            return [MESSAGES.write(letter.body, letter.sender, letter.id)]
         if timeout_s:
             self.script.popleft()
             self.now += told
-        return None
+        return []
 
     def set(self, key: str, value: str) -> None:
         self.values[key] = value

@@ -206,8 +206,10 @@ class Memory:
     def clone(self) -> Memory:
         return self
 
-    def pop(self, queue: str, timeout_s: float) -> str | None:
-        return self.inbox.popleft() if self.inbox else None
+    def take(self, queue: str, timeout_s: float) -> list[str]:
+        taken = list(self.inbox)
+        self.inbox.clear()
+        return taken
 
     def push(self, queue: str, value: str) -> None:
         self.inbox.append(value)

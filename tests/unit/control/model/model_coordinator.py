@@ -88,9 +88,9 @@ class _OneLetter:
     def __init__(self) -> None:
         self.text: str | None = None
 
-    def pop(self, key: str, wait_s: float) -> str | None:
+    def take(self, key: str, wait_s: float) -> list[str]:
         text, self.text = self.text, None
-        return text
+        return [] if text is None else [text]
 
 
 @dataclass(frozen=True)
@@ -206,6 +206,8 @@ class CheckedCoordinator:
         self._now = number
 
     def _check(self, state: State) -> None:
+        if state.plan is not None and state.living != set(state.plan.members) - state.dead.keys() - state.done:
+            raise Violation(f"epoch {state.epoch} takes workers {sorted(state.living)} for its living members")
         if state.phase in (Phase.RUNNING, Phase.BUILDING) and state.plan is not None:
             gone = sorted(state.dead.keys() & set(state.plan.members))
             if gone:

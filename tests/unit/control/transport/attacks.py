@@ -64,7 +64,7 @@ REQUESTS: Final = {
         keys.plan_key(NEXT_EPOCH), DECISIONS.write(EpochPlan(NEXT_EPOCH, FORGED, None), COORDINATOR)
     ),
     "a value where a queue is": _set(keys.INBOX, "a plain value"),
-    "a message stolen from the inbox": Request(Op.POP, (keys.INBOX.encode(),)),
+    "a message stolen from the inbox": Request(Op.TAKE, (keys.INBOX.encode(),)),
     "all keys deleted": Request(Op.DELETE_ALL, (b"",)),
     "an endless key": Request(Op.SET, (b"k" * LARGEST, b"")),
     "a huge value": Request(Op.SET, (b"huge", b"v" * LARGEST)),

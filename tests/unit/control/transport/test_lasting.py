@@ -130,7 +130,7 @@ def test_calls_outlive_a_lost_connection(between: GoBetween, direct: StoreClient
         between.cut()
         call()
     between.cut()
-    assert direct.get("key", SHORT_S) == "value" and store.pop("queue", HEARD_S) == "item"
+    assert direct.get("key", SHORT_S) == "value" and store.take("queue", HEARD_S) == ["item"]
 
 
 def test_who_waits_goes_on_waiting(between: GoBetween, direct: StoreClient) -> None:
@@ -172,5 +172,6 @@ def test_a_worker_hears_and_is_heard_again(between: GoBetween, direct: StoreClie
     direct.set(keys.notice_key(0), NOTICES.write(EpochIsBroken(0, "worker 0: exit signal 9"), "the coordinator"))
     assert broken.wait(HEARD_S)
     control.tell(TrainingFinished(1, 3))
-    letter = MESSAGES.read(direct.pop(keys.INBOX, HEARD_S) or "")
+    [text] = direct.take(keys.INBOX, HEARD_S)
+    letter = MESSAGES.read(text)
     assert letter.body == TrainingFinished(1, 3) and letter.id

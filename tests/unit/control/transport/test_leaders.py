@@ -81,8 +81,7 @@ def leading(tmp_path: Path) -> Iterator[Leading]:
 def told(served: Served) -> list[Any]:
     """What has come to a coordinator, by kind and id."""
     store = served.connect()
-    letters = [MESSAGES.read(text) for text in iter(lambda: store.pop(keys.INBOX, 0.0), None)]
-    return [letter.body for letter in letters]
+    return [MESSAGES.read(text).body for text in store.take(keys.INBOX, 0.0)]
 
 
 class TestStore:

@@ -46,13 +46,13 @@ def test_all_keys_that_begin_alike_are_deleted(store: StoreClient) -> None:
     store.push("epoch/1/queue", "stays")
     store.clone().delete_all("epoch/1/")
     assert [store.check(key) for key in ("epoch/1/a", "epoch/1/b", "epoch/10/a", "other")] == [False, False, True, True]
-    assert store.pop("epoch/1/queue", SHORT_S) == "stays"
+    assert store.take("epoch/1/queue", SHORT_S) == ["stays"]
 
 
 def test_what_does_not_come_in_time(store: StoreClient) -> None:
     started = time.monotonic()
     assert not store.wait("key", SHORT_S)
-    assert store.pop("queue", SHORT_S) is None
+    assert store.take("queue", SHORT_S) == []
     with pytest.raises(TimeoutError, match="no 'key' after"):
         store.get("key", SHORT_S)
     assert time.monotonic() - started < 2.0
@@ -90,15 +90,24 @@ def test_a_counter_counts_for_all(store: StoreClient) -> None:
 def test_a_queue_keeps_the_order(store: StoreClient) -> None:
     for number in range(5):
         store.push("queue", str(number))
-    assert [store.pop("queue", 0.0) for _ in range(6)] == ["0", "1", "2", "3", "4", None]
+    assert [store.take("queue", 0.0) for _ in range(2)] == [["0", "1", "2", "3", "4"], []]
+
+
+def test_what_fits_into_no_answer_stays_in_the_queue(store: StoreClient) -> None:
+    large = "x" * (MAX_VALUE_BYTES // 2)
+    items = ["first", large, large, "", "last", "x" * MAX_VALUE_BYTES]
+    for item in items:
+        store.push("queue", item)
+    taken = list(iter(lambda: store.take("queue", 0.0), []))
+    assert [item for some in taken for item in some] == items and len(taken) > 1
 
 
 def test_each_item_of_a_queue_has_one_taker(store: StoreClient) -> None:
     taken: list[str] = []
 
     def take(connection: StoreClient) -> None:
-        while (item := connection.pop("queue", 0.5)) is not None:
-            taken.append(item)
+        while items := connection.take("queue", 0.5):
+            taken.extend(items)
 
     threads = [threading.Thread(target=take, args=(store.clone(),)) for _ in range(3)]
     for thread in threads:
@@ -177,8 +186,8 @@ def test_what_cannot_be_served_or_reached_is_one_line() -> None:
 
 def test_taking_from_what_is_no_queue_ends(store: StoreClient) -> None:
     store.set("queue", "no queue")
-    assert store.pop("queue", 0.0) is None
-    assert store.pop("queue", SHORT_S) is None
+    assert store.take("queue", 0.0) == []
+    assert store.take("queue", SHORT_S) == []
 
 
 def test_a_store_is_served_at_the_address_given_only() -> None:
