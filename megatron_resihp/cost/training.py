@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training settings on which memory and work depend. Imports the standard library."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Final
@@ -147,7 +147,19 @@ def why_own_context(arguments: Mapping[str, Any]) -> str:
         return "--hierarchical-context-parallel-sizes are of so many"
     if arguments.get("moe_expert_capacity_factor") is not None:
         return "--moe-expert-capacity-factor drops tokens by those that a worker has of a sequence"
+    if "a2a" in _words(arguments.get("cp_comm_type")) and _may_share_otherwise(arguments):
+        return "--cp-comm-type a2a deals attention heads to so many"
     return ""
+
+
+def _words(value: str | Sequence[str] | None) -> Sequence[str]:
+    return [value] if isinstance(value, str) else value or ()
+
+
+def _may_share_otherwise(arguments: Mapping[str, Any]) -> bool:
+    """Whether a sequence can be cut for fewer replicas, of which the job's own number is no multiple."""
+    own, tokens = arguments.get("context_parallel_size") or 1, arguments.get("seq_length") or 1
+    return any(tokens % (2 * degree) == 0 and own % degree for degree in range(2, own))
 
 
 def _recompute(arguments: Mapping[str, Any]) -> Recompute:

@@ -68,13 +68,21 @@ def sharings(
         members: see `ParallelPlan.expert_members`.
         alike: the ratio of both stays: Megatron counts ranks through pipelines before it counts them through replicas,
             and wants as many of each in a stage.
+
+    Raises:
+        ValueError: of the job's own numbers, neither divides the other.
     """
     own = Fraction(contexts[0], experts[0])
-    return tuple(
+    found = tuple(
         Sharing(context, each, members)
         for context, each in product(contexts, experts)
         if max(context, each) % min(context, each) == 0 and (not alike or Fraction(context, each) == own)
     )
+    if found[0][:2] != (contexts[0], experts[0]):
+        raise ValueError(
+            f"{contexts[0]} replicas share a sequence, and {experts[0]} experts: neither divides the other"
+        )
+    return found
 
 
 @dataclass(frozen=True)

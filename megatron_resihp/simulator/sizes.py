@@ -92,11 +92,18 @@ class Sizes:
         )
 
     def _sharings(self) -> tuple[Sharing, ...]:
-        """As jobs take them: smaller numbers that divide experts or sequence, too, for when fewer replicas are left."""
+        """As jobs take them: smaller numbers that divide experts or sequence, too, for when fewer replicas are left.
+
+        Raises:
+            SizesError: no job can have these.
+        """
         members = self.tensor if self.training.sequence_parallel else 1
         contexts = context_degrees(self.context, self.training.sequence_length, members)
         experts = expert_degrees(self.experts, self.model.experts)
-        return sharings(contexts, experts)
+        try:
+            return sharings(contexts, experts)
+        except ValueError as error:
+            raise SizesError(str(error)) from None
 
     def plan(self) -> ParallelPlan:
         """Megatron's layout of ranks 0, 1, …: TP peers next to each other, then replicas, then stages.

@@ -14,6 +14,7 @@ from stock_runs import check_like_stock, check_that_training_shows, forked_stock
 from test_checkpoints import FUSED, as_stock_says, stock_losses
 from test_emergency import emergency
 from test_expert_parallelism import DROPPING, OPTIMIZER, SINKHORN, TENSOR
+from test_plans import balances
 
 from megatron_resihp.control import exit_codes
 from megatron_resihp.control.worker.saved_state import flags, newest_state
@@ -60,6 +61,16 @@ def test_a_death_at_any_point(jobs: Jobs, point: str) -> None:
     """The second one leaves a pair, which shares both again."""
     job = like_stock(jobs, f"kill:1@3:{point}", f"kill:2@6:{point}", layout=BOTH)
     assert degrees(job) == [(2, 2, 4), (1, 1, 3), (2, 2, 2)]
+
+
+def test_what_is_told_of_balance_does_not_depend_on_who_shares(jobs: Jobs) -> None:
+    """Before the death, two workers tell of their tokens of a sequence. After it, one tells of all of them."""
+    job = jobs.run(tiny(**BOTH, resihp_inject="kill:1@4:backward"), workers=WORKERS)
+    assert job.code == 0 and degrees(job) == [(2, 2, 4), (1, 1, 3)], job.tails()
+    told, undisturbed = balances(job), balances(jobs.reference(tiny(**BOTH), workers=WORKERS))
+    assert told.keys() == undisturbed.keys() and all("z_loss" in each for each in told.values())
+    for iteration, expected in undisturbed.items():
+        assert told[iteration] == pytest.approx(expected, rel=FP32.loss)
 
 
 @pytest.mark.parametrize("layout", [SINKHORN, DROPPING], ids=["sinkhorn", "dropping"])

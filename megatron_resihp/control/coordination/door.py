@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from megatron_resihp.control.job_size import JobSize
+from megatron_resihp.control.replanning.inventory import shape_of
 from megatron_resihp.cost.layers import ModelError, model_from_arguments
 from megatron_resihp.events.codec import UnusableEventError, read_event
 from megatron_resihp.events.detection import Validation
@@ -185,6 +186,10 @@ def _wrong_content(message: Message) -> str | None:
                 check_chunks(job.chunks, job.pipeline_parallel)
             except PlanError as error:
                 return f"'job.chunks': {error}"
+            try:
+                shape_of(job, 1)
+            except ValueError as error:
+                return f"'job': {error}"
         case ModelBuilt(arguments=arguments):
             return None if _are_arguments(arguments) else "'arguments' are none that a model is made of"
     return None

@@ -203,8 +203,8 @@ def _brought(
         if depths:
             values[PREDICTIONS_FROM:] = torch.tensor(prediction_metrics.recorded(depths))
     if runtime.job.args.num_experts:
-        recorded = expert_metrics.recorded(mpu.get_tensor_model_parallel_world_size())
-        values[EXPERTS_FROM:DOCUMENTS_FROM] = torch.tensor(recorded)
+        sharers = mpu.get_tensor_model_parallel_world_size() * runtime.view.plan.context_parallel
+        values[EXPERTS_FROM:DOCUMENTS_FROM] = torch.tensor(expert_metrics.recorded(sharers))
     if runtime.mode.seen_documents is not None:
         values[DOCUMENTS_FROM:PREDICTIONS_FROM] = runtime.mode.seen_documents
     return values

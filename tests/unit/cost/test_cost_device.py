@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from megatron_resihp.cost.device import Device, durations, layer_work, transfers
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.layers import model_from_arguments
 from megatron_resihp.cost.presets import PRESETS, preset
-from megatron_resihp.cost.training import Recompute, Training, training_from_arguments
+from megatron_resihp.cost.training import Recompute, Training, training_from_arguments, why_own_context
 from megatron_resihp.pipeline.schedules import one_f_one_b, zero_bubble_h1
 from megatron_resihp.pipeline.search.bounds import makespan_lower_bound
 from megatron_resihp.pipeline.simulate import simulate
@@ -64,6 +65,21 @@ def test_megatron_cuts_experts_only_beside_the_sequence(sequence_parallel: bool,
 def test_muon_trains_the_same_in_the_jobs_own_cuts_only(own: int) -> None:
     arguments = {"seq_length": 4096, "optimizer": "muon", "tensor_model_parallel_size": own}
     assert JobCost(MODEL, training_from_arguments(arguments), DEVICE, 8, workers_per_node=4).degrees == (own,)
+
+
+@pytest.mark.parametrize(
+    ("ways", "own", "tokens", "keeps"),
+    [
+        ("a2a", 8, 40_960, True), (["p2p", "a2a"], 8, 12_288, True), ("a2a", 8, 32_768, False),
+        ("p2p", 8, 40_960, False), (["p2p"], 8, 40_960, False), (None, 8, 40_960, False), ("a2a", 1, 40_960, False),
+    ],
+)  # fmt: skip
+def test_sequences_whose_heads_are_dealt_out_are_shared_by_divisors_of_the_jobs_own_number(
+    ways: Any, own: int, tokens: int, keeps: bool
+) -> None:
+    """Five could share 40,960 tokens, but not the heads of eight."""
+    arguments = {"cp_comm_type": ways, "context_parallel_size": own, "seq_length": tokens}
+    assert bool(why_own_context(arguments)) == keeps
 
 
 class TestDurations:

@@ -292,6 +292,12 @@ class TestSharedExperts:
         with pytest.raises(NoPlanError, match="3 replicas can't share experts in groups of 2"):
             initial_plan(JobShape(1, 1, 6, sharings=sharings((1,), (2, 1))), 3)
 
+    @pytest.mark.parametrize(("context", "experts"), [(2, 3), (4, 6), (8, 12)])
+    def test_numbers_of_which_neither_divides_the_other(self, context: int, experts: int) -> None:
+        """The first is taken for the job's own, so none may stand for it."""
+        with pytest.raises(ValueError, match=f"{context} replicas share a sequence, and {experts} experts"):
+            sharings(context_degrees(context, 96, 1), expert_degrees(experts, 12 * experts))
+
     def test_degrees_that_divide_the_experts(self) -> None:
         assert expert_degrees(8, 8) == (8, 4, 2, 1)
         assert expert_degrees(4, 12) == (4, 3, 2, 1)
@@ -320,7 +326,7 @@ class TestSharedSequencesAndExperts:
         assert plan.micro_batch_count == micro_batches
 
     def test_groups_of_one_kind_are_made_of_whole_groups_of_the_other(self) -> None:
-        assert sharings((3, 1), (2, 1)) == (Sharing(3, 1), Sharing(1, 2), Sharing(1, 1))
+        assert [each[:2] for each in sharings((4, 3), (4, 2, 1))] == [(4, 4), (4, 2), (4, 1), (3, 1)]
 
     def test_both_numbers_become_smaller_alike_where_pipelines_are_counted_first(self) -> None:
         assert sharings((4, 2, 1), (4, 2, 1), alike=True) == (Sharing(4, 4), Sharing(2, 2), Sharing(1, 1))

@@ -24,18 +24,19 @@ def do_not_reduce(original: Callable[..., None]) -> Callable[..., None]:
     return sync_metrics
 
 
-def recorded(tensor_parallel: int) -> list[float]:
+def recorded(sharers: int) -> list[float]:
     """What this worker has recorded in the iteration, by NAMES: sums over its micro-batches and layers.
 
     Args:
-        tensor_parallel: degree of its group, each of whose members records a part of a sum or the whole of a mean.
+        sharers: how many workers have the same micro-batches and layers: tensor-parallel members, in all replicas that
+            share sequences. Each of them records a part of a sum, or the mean over its own tokens.
     """
     metrics = get_moe_metrics_tracker().metrics
-    return [_total(metrics[name], tensor_parallel) if name in metrics else 0.0 for name in NAMES]
+    return [_total(metrics[name], sharers) if name in metrics else 0.0 for name in NAMES]
 
 
-def _total(entry: MetricEntry, tensor_parallel: int) -> float:
-    return float(entry.values.sum()) / (1 if entry.avg_group is None else tensor_parallel)
+def _total(entry: MetricEntry, sharers: int) -> float:
+    return float(entry.values.sum()) / (1 if entry.avg_group is None else sharers)
 
 
 def tell_sums(sums: Sequence[float], micro_batches: int, layers: int) -> None:

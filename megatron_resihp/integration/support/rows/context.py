@@ -12,6 +12,8 @@ _WAYS = {"p2p", "all_gather", "a2a", "a2a+p2p"}
 _ALONE = "no test holds it where replicas share sequences"
 _DOCUMENTS = "documents would be cut otherwise by each number of replicas that share a sequence"
 
+_NOISE = "a token's noise would depend on how its sequence is cut"
+
 _CLASHES = (
     Clash("mtp_num_layers", lambda values: values["mtp_num_layers"], _ALONE),
     Clash(
@@ -23,6 +25,14 @@ _CLASHES = (
         "attention_dropout",
         lambda values: values["attention_dropout"] and not why_own_context(values),
         "a token's mask would depend on how its sequence is cut",
+    ),
+    Clash(
+        "moe_input_jitter_eps", lambda values: values["moe_input_jitter_eps"] and not why_own_context(values), _NOISE
+    ),
+    Clash(
+        "moe_router_force_load_balancing",
+        lambda values: values["moe_router_force_load_balancing"] and not why_own_context(values),
+        _NOISE,
     ),
     Clash("fp16", lambda values: values["fp16"], "no test holds that the same steps overflow"),
     Clash(

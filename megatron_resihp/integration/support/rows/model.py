@@ -24,6 +24,13 @@ _FROM_ARGUMENTS = "training.argument_utils:core_transformer_config_from_args"
 _CAPTURED = "training.arguments:_normalize_cuda_graph_modules_args"
 _CONFIG = "core.transformer.transformer_config:TransformerConfig.__post_init__"
 
+
+def _weighs_balance_alike(values: Mapping[str, Any]) -> bool:
+    in_018 = "dataloader_inter_document_masking" not in values
+    alone = values["tensor_model_parallel_size"] == values["context_parallel_size"] == 1
+    return alone or not (in_018 and values["num_experts"] and values["calculate_per_token_loss"])
+
+
 _SIZES: Rows = joined(
     tested(
         "integration/test_plans.py::test_from_plan_to_plan_and_back",
@@ -33,7 +40,7 @@ _SIZES: Rows = joined(
         "integration/test_plans.py::test_from_plan_to_plan_and_back",
         "transformer_impl",
         condition=one_of("local", "transformer_engine", mend="use local or transformer_engine, which train"),
-        device="GPU: transformer_engine; it has not been tried",
+        device="GPU: transformer_engine; a few jobs on one H200",
     ),
     tested("integration/test_plans.py::test_kinds_of_model", "normalization add_bias_linear ffn_hidden_size"),
     tested("integration/test_plans.py::test_kinds_of_model", "untie_embeddings_and_output_weights swiglu"),
@@ -84,7 +91,15 @@ _PARTS: Rows = joined(
         "cross_entropy_fusion_impl",
         device="GPU: 'te' needs Transformer Engine",
     ),
-    tested("integration/test_plans.py::test_from_plan_to_plan_and_back", "calculate_per_token_loss"),
+    tested(
+        "integration/test_plans.py::test_from_plan_to_plan_and_back",
+        "calculate_per_token_loss",
+        condition=Together(
+            _weighs_balance_alike,
+            "Megatron 0.18 weighs the losses that balance experts by the tokens of one worker, which other degrees "
+            "change; use 0.19, or leave the flag out",
+        ),
+    ),
     kernel(
         "core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication",
         "gradient_accumulation_fusion",
@@ -125,7 +140,7 @@ _RECOMPUTED: Rows = joined(
             "layernorm",
             "mla_up_proj",
             "moe_act",
-            mend="recompute other modules; gdn_norm_out belongs to linear attention, which is refused",
+            mend="recompute other modules; no test holds gdn_norm_out",
         ),
         device="GPU: moe_act is of Transformer Engine's grouped layers",
     ),

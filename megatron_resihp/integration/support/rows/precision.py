@@ -15,7 +15,7 @@ from megatron_resihp.integration.support.row import Together
 
 _HALF = "integration/test_half_precision.py::test_a_death_beside_a_step_that_is_skipped"
 _ENGINE = "integration/test_extra_state.py::test_eight_bits_in_any_order"
-_EIGHT_BITS = "GPU: Transformer Engine, on a device with 8-bit kernels; it has not been tried. CPUs take no notice"
+_EIGHT_BITS = "GPU: Transformer Engine, on one with 8-bit kernels; only tensorwise has been tried. CPUs take no notice"
 _STATELESS = ("tensorwise", "blockwise", "mxfp8")
 """Recipes whose scales are of the tensor at hand. Nothing of a micro-batch then follows from earlier ones."""
 _OTHER_RECIPES = "a quantizer of one's own may keep anything; use tensorwise, blockwise or mxfp8"

@@ -10,7 +10,21 @@ from megatron_resihp.integration.support.row import Clash, NotBeside, Together
 _ALONE = "no test holds it where replicas share experts"
 _DOCUMENTS = "a worker waits in each layer for those with longer documents, which the detector doesn't know"
 
+
+def _nests(values: Mapping[str, Any]) -> bool:
+    """Whether of the replicas that share sequences and those that share experts, one number divides the other."""
+    degree = values["tensor_model_parallel_size"]
+    members = values["expert_tensor_parallel_size"] or degree
+    experts, context = values["expert_model_parallel_size"] * members // degree, values["context_parallel_size"]
+    return bool(max(experts, context) % max(min(experts, context), 1) == 0)
+
+
 _CLASHES = (
+    Clash(
+        "context_parallel_size",
+        lambda values: not _nests(values),
+        "of the numbers of replicas that share sequences and experts, one must divide the other",
+    ),
     Clash(
         "overlap_param_gather_with_optimizer_step",
         lambda values: values["overlap_param_gather_with_optimizer_step"],

@@ -362,6 +362,7 @@ def test_refusals_speak_of_what_was_given() -> None:
         "--window-size 4,0", "--softmax-type learnable", "--multi-latent-attention",
         "--num-distributed-optimizer-instances 2 --use-distributed-optimizer", "--cp-comm-type ring",
         "--resihp-strategy joint", "--resihp-spread-replicas", "--resihp-plan auto",
+        "--moe-input-jitter-eps 0.1 --num-experts 4", "--moe-router-force-load-balancing --num-experts 4",
     ],
 )  # fmt: skip
 def test_what_is_refused_where_replicas_share_sequences(
@@ -378,7 +379,8 @@ SHARING = [*COMMON, "--context-parallel-size", "2"]
 
 def test_sequences_may_be_shared(check: Check, capsys: pytest.CaptureFixture[str]) -> None:
     assert check(*SHARING, "--eod-mask-loss", "--calculate-per-token-loss", "--cp-comm-type", "all_gather").switched_on
-    assert check(*SHARING, *EXPERTS, "--disable-bias-linear").switched_on
+    experts = (word for word in (*SHARING, *EXPERTS) if word != "--calculate-per-token-loss")
+    assert check(*experts, "--disable-bias-linear").switched_on
     with pytest.raises(SystemExit):
         check(*SHARING, "--context-parallel-size", "3")
     assert "8 workers are not a multiple of TP x CP x PP = 12" in capsys.readouterr().err
@@ -422,6 +424,8 @@ def test_experts_may_be_shared(check: Check, command: str) -> None:
         "--expert-tensor-parallel-size 1 --tensor-model-parallel-size 4 --sequence-parallel",
         "--expert-tensor-parallel-size 2",
         "--resihp-spread-replicas", "--resihp-strategy joint",
+        "--context-parallel-size 2 --num-experts 12 --expert-model-parallel-size 3",
+        "--context-parallel-size 4 --num-experts 12 --expert-model-parallel-size 6",
     ],
 )  # fmt: skip
 def test_what_no_test_holds_where_experts_are_shared(
@@ -430,6 +434,21 @@ def test_what_no_test_holds_where_experts_are_shared(
     with pytest.raises(SystemExit):
         check(*IN_FP32, *EXPERTS, *ALONE, *command.split())
     assert command.split()[0] in capsys.readouterr().err
+
+
+def test_balance_that_megatron_018_weighs_by_a_workers_own_tokens() -> None:
+    values = {
+        "calculate_per_token_loss": True, "num_experts": 4, "tensor_model_parallel_size": 1, "context_parallel_size": 2,
+    }  # fmt: skip
+    row = TABLE["calculate_per_token_loss"]
+    flags = {"calculate_per_token_loss": "--calculate-per-token-loss"}
+    line = row.refusal(values, {}, flags)
+    assert line is not None and "use 0.19" in line
+    for fits in (
+        {"dataloader_inter_document_masking": False}, {"calculate_per_token_loss": False}, {"num_experts": None},
+        {"context_parallel_size": 1},
+    ):  # fmt: skip
+        assert row.refusal(values | fits, {}, flags) is None
 
 
 def test_biases_of_shared_experts(check: Check, capsys: pytest.CaptureFixture[str]) -> None:
