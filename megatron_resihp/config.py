@@ -215,7 +215,7 @@ class ResihpConfig:
         (), "Fault injection: ACTION:WORKER@ITERATION[:POINT] with ACTION kill, stop or rebuild and POINT one of "
         + ", ".join(INJECTION_POINTS) + " (default forward); slow:WORKER:SPEED@ITERATION, "
         "link:A-B:FACTOR@ITERATION, clear@ITERATION; or @FILE, a JSON list of such.",
-        nargs="+", metavar="DRILL",
+        nargs="+", metavar="FAULT",
     )  # fmt: skip
     resihp_plan: Sequence[str] = _flag(
         (), "Plans to change to while training: FILE[@ITERATION], the JSON of `resihp plan --json`, requested when the "

@@ -2,7 +2,10 @@
 """The documentation names what the program has, and links to what exists."""
 
 import argparse
+import os
 import re
+import shutil
+import subprocess
 from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
@@ -109,3 +112,18 @@ def test_the_design_names_patches_that_exist(repository: Path) -> None:
     targets = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     named = {name for cell in targets for name in re.findall(r"`([\w.]+)`", cell)}
     assert {name.rpartition(".")[2] for name in named} == patched
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in (ROOT / "docs" / "how-to").glob("*.md")))
+def test_examples_of_how_to_pages_apply_to_the_code(repository: Path, tmp_path: Path, page: str) -> None:
+    blocks = re.findall(r"^```diff\n(.*?)^```", (repository / "docs" / "how-to" / page).read_text(), re.M | re.S)
+    assert blocks
+    for name in {each for block in blocks for each in re.findall(r"^--- a/(.*)$", block, re.MULTILINE)}:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(repository / name, tmp_path / name)
+    for block in blocks:
+        done = subprocess.run(
+            ["git", "apply", "--check", "--recount", "-"], cwd=tmp_path, input=block, capture_output=True, text=True,
+            check=False, env=os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path.parent)},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
