@@ -25,9 +25,12 @@ WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 TIED_NAME = "word_embeddings.weight"
 FINAL_NORM = "decoder.final_layernorm."
-GROUPED_EXPERTS: Final = re.compile(r"\.experts\.linear_fc1\.(weight|bias)\d+$")
-"""The first weights of experts that Transformer Engine keeps in one layer. Megatron says a stride of one for them, also
-where each holds a part of the gate and of the up-projection."""
+_LAYER_OF_EXPERT: Final = r"\.experts\.(?:local_experts\.\d+\.linear_fc{0}\.{1}|linear_fc{0}\.{1}\d+)$"
+FIRST_OF_EXPERT: Final = re.compile(_LAYER_OF_EXPERT.format(1, "(?:weight|bias)"))
+"""An expert's first weight. For Transformer Engine's, Megatron 0.19 says a stride of one, also where each holds a part
+of the gate and of the up-projection."""
+SECOND_OF_EXPERT: Final = re.compile(_LAYER_OF_EXPERT.format(2, "weight"))
+"""An expert's second weight. For some of Transformer Engine's, Megatron 0.18 says the other dimension."""
 
 EXPERT: Final = re.compile(r"(\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(?:(?<=\.)(\d+)|(\d+)$)")
 """The number of an expert among this worker's own, in either kind of layer."""
@@ -101,8 +104,10 @@ def pieces_of(
                 continue
             numbers = cuts_of(shard, cuts)
             dim, stride = (0, 1) if offsets else (parameter.partition_dim, getattr(parameter, "partition_stride", 1))
-            if GROUPED_EXPERTS.search(name) and module.config.gated_linear_unit:
+            if FIRST_OF_EXPERT.search(name) and module.config.gated_linear_unit:
                 stride = 2
+            if SECOND_OF_EXPERT.search(name):
+                dim = 1
             for section, start, length in sections.get(name, (("", 0, parameter.shape[dim]),)):
                 if length % (stride * len(numbers)):
                     raise ValueError(f"{name}, {length} along {dim}, can't be cut in {len(numbers)} parts")

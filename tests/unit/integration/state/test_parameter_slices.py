@@ -15,7 +15,7 @@ from megatron_resihp.plan.slices import NO_EXPERT, TIED
 
 def marked(rows: torch.Tensor) -> torch.nn.Parameter:
     parameter = torch.nn.Parameter(rows.unsqueeze(1).clone())
-    # As megatron.core.extensions.transformer_engine marks the first weights of grouped experts, gated or not.
+    # As megatron.core.extensions.transformer_engine marks the first weights of its experts, gated or not.
     parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, 0, 1
     return parameter
 
@@ -29,17 +29,36 @@ def cut(name: str, rows: torch.Tensor, shard: Shard, gated: bool) -> list[list[f
     return [piece.of(parameter).flatten().tolist() for piece in pieces_of([module], [shard], 2, None)]
 
 
+EXPERTS = "module.decoder.layers.0.mlp.experts."
+
+
 @pytest.mark.parametrize("gated", [True, False])
-def test_a_slice_of_grouped_experts_is_the_same_whoever_holds_it(gated: bool) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["linear_fc1.weight3", "linear_fc1.bias3", "local_experts.3.linear_fc1.weight", "local_experts.3.linear_fc1.bias"],
+)
+def test_a_slice_of_experts_is_the_same_whoever_holds_it(name: str, gated: bool) -> None:
     """A member of two holds the first half of the gate and the first half of the up-projection, one after the other; a
     single worker all of the gate, then all of the up-projection."""
-    name = "module.decoder.layers.0.mlp.experts.linear_fc1.weight3"
+    name = EXPERTS + name
     whole = torch.arange(8.0)
     halves = [whole[[0, 1, 4, 5]], whole[[2, 3, 6, 7]]] if gated else [whole[:4], whole[4:]]
     alone = cut(name, whole, Shard(1, 2, 0, 1), gated)
     members = [*cut(name, halves[0], Shard(1, 2, 0, 2), gated), *cut(name, halves[1], Shard(1, 2, 1, 2), gated)]
     assert alone == members
     assert alone[0] == ([0, 1, 4, 5] if gated else [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize("name", ["linear_fc2.weight3", "local_experts.3.linear_fc2.weight"])
+def test_an_experts_second_weight_is_cut_by_what_comes_in(name: str) -> None:
+    """Whatever Megatron says: 0.18 says its first dimension for those of Transformer Engine that are not grouped."""
+    parameter = torch.nn.Parameter(torch.arange(8.0).reshape(2, 4))
+    parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, 0, 1
+    module = SimpleNamespace(
+        config=SimpleNamespace(gated_linear_unit=True), named_parameters=lambda: [(EXPERTS + name, parameter)]
+    )
+    first, second = (piece.of(parameter).tolist() for piece in pieces_of([module], [Shard(1, 2, 0, 1)], 2, None))
+    assert first == [[[0, 1]], [[4, 5]]] and second == [[[2, 3]], [[6, 7]]]
 
 
 def delta_net(rows: torch.Tensor, members: int, weight: str) -> tuple[SimpleNamespace, torch.nn.Parameter]:
