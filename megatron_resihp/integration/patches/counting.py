@@ -23,8 +23,6 @@ from megatron_resihp.integration.step.loss_scale import move_scale, restore_scal
 from megatron_resihp.integration.trained import Trained, parts_of
 from megatron_resihp.protocol.records import Outcome
 
-GROUP_SETTINGS = ("betas", "eps")
-"""Settings of the optimizer's parameter groups, equal in all groups."""
 INTERVAL = "interval-time"
 """Megatron's timer of the iterations whose means its next line tells."""
 
@@ -81,7 +79,7 @@ def snapshot_counters(runtime: Runtime) -> dict[str, Any]:
         "skipped_train_samples": args.skipped_train_samples,
         "consumed_valid_samples": args.consumed_valid_samples,
         "scheduler_steps": runtime.held.live.scheduler.num_steps,
-        "settings": settings_of(runtime.held.live),
+        "settings": settings_of(runtime.held.live, args),
         "flops": runtime.tally.flops,
         "totals": totals,
         "predicted": prediction_metrics.running_sums() if runtime.view.is_last_stage else {},
@@ -96,13 +94,21 @@ def _seconds_of_interval() -> float:
     return float(timer._elapsed + (time.time() - timer._start_time if timer._started else 0.0))
 
 
-def settings_of(trained: Trained) -> dict[str, dict[str, Any]]:
+def settings_of(trained: Trained, args: Any) -> dict[str, dict[str, Any]]:
     """What of scheduler and optimizer isn't what they are built with: it has moved since, or may come from the
-    checkpoint that the job was resumed from."""
+    checkpoint that the job was resumed from. `args`: Megatron's."""
     scheduler = {name: value for name, value in trained.scheduler.state_dict().items() if name != "num_steps"}
-    group = next(_groups(trained), {})
-    groups = {name: group[name] for name in GROUP_SETTINGS if name in group}
+    names = _equal_in_all_groups(args)
+    groups = {name: group[name] for group in reversed([*_groups(trained)]) for name in names if name in group}
     return {"scheduler": scheduler, "groups": groups, "scale": scale_of(trained.optimizer)}
+
+
+def _equal_in_all_groups(args: Any) -> tuple[str, ...]:
+    """Settings of the optimizer's parameter groups of which one group's hold for all that have them. With muP, Megatron
+    gives hidden matrices others; with a decoupled rate, embeddings and head."""
+    if args.use_mup:
+        return ("betas",)
+    return ("betas", "eps") if args.decoupled_lr is not None else ("betas", "eps", "max_lr", "min_lr")
 
 
 def _restore_settings(trained: Trained, settings: dict[str, dict[str, Any]]) -> None:
@@ -110,7 +116,7 @@ def _restore_settings(trained: Trained, settings: dict[str, dict[str, Any]]) -> 
     # Lists are what tuples became on their way through the coordinator.
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in settings["groups"].items()}
     for group in _groups(trained):
-        group.update(values)
+        group.update((name, value) for name, value in values.items() if name in group)
     restore_scale(trained.optimizer, settings["scale"])
 
 

@@ -135,6 +135,9 @@ class PartCopy:
         self, owners: Sequence[tuple[Any, float]], gradient: torch.Tensor, grad_norm: float,
         inverse: float | None, device: torch.device,
     ) -> None:  # fmt: skip
+        if any(entry.place[0] >= len(owners) for entry in self._part.values()):
+            # It would be left behind without a word.
+            raise RuntimeError(f"worker {self.owner} has an optimizer for its part that this worker doesn't have")
         sizes = [where.end - where.start for where in self._part]
         gradients = dict(zip(self._part, gradient.split(sizes), strict=True))
         counted, memory = self._counted, self._memory or host_memory_of(device)

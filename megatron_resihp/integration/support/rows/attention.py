@@ -98,8 +98,17 @@ _POSITIONS: Rows = joined(
 _COMPRESSED: Rows = joined(
     tested(
         _FLAGS,
-        "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim",
+        "multi_latent_attention",
+        condition=Together(
+            lambda given: (
+                not given["multi_latent_attention"]
+                or given["sequence_parallel"]
+                or given["tensor_model_parallel_size"] == 1
+            ),
+            "with tensor parallelism add --sequence-parallel, or Megatron doesn't sum gradients of what members share",
+        ),
     ),
+    tested(_FLAGS, "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim"),
     kernel("core.transformer.multi_latent_attention:MultiLatentAttention", "rope_type"),
     refused("cache_mla_latents", "Megatron has it for inference only", "leave it out"),
     refused("mla_down_proj_fusion", "it joins projections to one that no test on CPUs can have"),

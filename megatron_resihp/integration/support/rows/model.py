@@ -200,10 +200,12 @@ _GRAPHS: Rows = joined(
 
 
 def _predicts_with_the_head(values: Mapping[str, Any]) -> bool:
-    """Whether all layers that predict further tokens are in the head's chunk, and the head has weights of its own."""
+    """Whether there are layers that predict further tokens, all in the head's chunk, and the head has weights of its
+    own."""
     *before, _ = str(values["pipeline_model_parallel_layout"] or "").rsplit("|", 1)
     others = values["defer_embedding_wgrad_compute"] or values.get("dataloader_inter_document_masking")
-    return bool(values["untie_embeddings_and_output_weights"]) and not ("m" in "".join(before) or others)
+    apart = values["mtp_num_layers"] and values["untie_embeddings_and_output_weights"]
+    return bool(apart) and not ("m" in "".join(before) or others)
 
 
 _PREDICTING: Rows = joined(
@@ -214,7 +216,8 @@ _PREDICTING: Rows = joined(
             _predicts_with_the_head,
             "use --untie-embeddings-and-output-weights, as Megatron gives a head that shares its weights others, too, "
             "which nothing uses; let m and L be in the same chunk of --pipeline-model-parallel-layout; and leave "
-            "--defer-embedding-wgrad-compute and --dataloader-inter-document-masking out, which no test holds with it",
+            "--defer-embedding-wgrad-compute and --dataloader-inter-document-masking out, which no test holds with it. "
+            "Leave the flag out in place of 0, with which Megatron builds the last norm elsewhere",
         ),
     ),
     tested("integration/test_predictions.py::test_deaths_and_plans_and_back", "mtp_loss_scaling_factor"),

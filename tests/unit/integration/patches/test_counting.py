@@ -52,19 +52,26 @@ class Scheduler:
         self.stepped = True
 
 
-def runtime(max_lr: float, decay_steps: int, beta2: float) -> Any:
-    groups = [{"params": [], "betas": (0.9, beta2), "wd_mult": wd_mult} for wd_mult in (0.0, 1.0)]
+def runtime(
+    max_lr: float, decay_steps: int, beta2: float, eps: tuple[float, float] = (1e-8, 1e-8), **given: Any
+) -> Any:
+    groups = [
+        {"params": [], "betas": (0.9, beta2), "wd_mult": wd_mult, "eps": own_eps, "max_lr": max_lr}
+        for wd_mult, own_eps in zip((0.0, 1.0), eps, strict=True)
+    ]
+    groups.insert(0, {"params": [], "momentum": 0.95})  # of another optimizer, as Muon's
     working = SimpleNamespace(is_stub_optimizer=False, optimizer=SimpleNamespace(param_groups=groups))
     stub = SimpleNamespace(is_stub_optimizer=True, optimizer=None)
     optimizer = SimpleNamespace(chained_optimizers=[stub, working])
     args = SimpleNamespace(
-        curr_iteration=7, consumed_train_samples=56, skipped_train_samples=0, consumed_valid_samples=0
-    )
+        curr_iteration=7, consumed_train_samples=56, skipped_train_samples=0, consumed_valid_samples=0,
+        **{"use_mup": False, "decoupled_lr": None} | given,
+    )  # fmt: skip
     trained = Trained([], optimizer, Scheduler(max_lr=max_lr, lr_decay_steps=decay_steps))
     view = SimpleNamespace(is_last_stage=True)
     return SimpleNamespace(
         job=SimpleNamespace(args=args), held=SimpleNamespace(live=trained), tally=Tally(flops=1.0), progress=Progress(),
-        view=view, groups=groups,
+        view=view, groups=groups[1:],
     )  # fmt: skip
 
 
@@ -78,6 +85,17 @@ def test_settings_of_a_checkpoint_are_put_into_what_was_built_from_arguments() -
     assert [group["betas"] for group in anew.groups] == [(0.9, 0.95)] * 2
     assert [group["wd_mult"] for group in anew.groups] == [0.0, 1.0], "what differs between groups is as it was built"
     assert (anew.job.args.iteration, anew.job.args.consumed_train_samples) == (7, 56)
+    # Megatron 0.18 goes by the groups' own rate.
+    assert [group["max_lr"] for group in anew.groups] == [1e-3] * 2
+    assert anew.held.live.optimizer.chained_optimizers[1].optimizer.param_groups[0] == {"params": [], "momentum": 0.95}
+
+
+@pytest.mark.parametrize("given", [{"use_mup": True}, {"decoupled_lr": 1e-2}])
+def test_what_megatron_sets_by_kind_of_parameter_stays_as_it_was_built(given: dict[str, Any]) -> None:
+    before, anew = runtime(1e-3, 40, 0.95, (1e-8, 2.5e-9), **given), runtime(5e-3, 40, 0.95, (1e-8, 2.5e-9), **given)
+    restore_counters(anew, json.loads(json.dumps(snapshot_counters(before))))
+    assert [group["max_lr"] for group in anew.groups] == [5e-3] * 2
+    assert [group["eps"] for group in anew.groups] == ([1e-8, 2.5e-9] if "use_mup" in given else [1e-8] * 2)
 
 
 def test_a_standby_knows_enough_to_go_on_from_if_all_that_work_die() -> None:

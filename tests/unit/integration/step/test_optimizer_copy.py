@@ -102,6 +102,16 @@ def test_steps_that_are_counted_for_groups() -> None:
     assert torch.equal(copy.part[Range("p", 0, 2)].tensors[MASTER], torch.zeros(2))
 
 
+def test_no_part_of_a_copy_is_left_behind() -> None:
+    """The owner may have another optimizer for some layers than the holder, whose objects another plan built."""
+    buddy = SimpleNamespace(optimizer=torch.optim.SGD([torch.zeros(1)]), config=SimpleNamespace(clip_grad=0.0))
+    copy = PartCopy(2, {Range("p", 0, 2): Entry((1, 0), {MASTER: torch.ones(2)})})
+    copy.gradient = torch.ones(2)
+    copy.begin_step(buddy, 1.0, None, HOST)
+    with pytest.raises(RuntimeError, match="worker 2 has an optimizer for its part that this worker doesn't have"):
+        copy.part  # noqa: B018
+
+
 def test_all_steps_are_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch keeps memory for each stream apart: with one for each step, device memory would fill up."""
     made, used, waited = [], [], []
