@@ -25,22 +25,26 @@ SLURM = ROOT / "scripts" / "slurm"
 SCRIPT = (SLURM / "job.sbatch").read_text()
 COMMANDS = {
     "scontrol": 'if [[ $2 == config ]]; then echo "SlurmdPort = 6818"; '
+    'elif [[ $2 == job ]]; then echo "   Requeue=1 Restarts=${SLURM_RESTART_COUNT:-0} BatchFlag=1"; '
     'elif [[ $1 == show ]]; then echo node0; echo node1; else echo "scontrol $*"; fi',
     # The example hands its job over.
     "sbatch": 'while [[ $1 == --* ]]; do shift; done; exec bash "$@"',
     # As SLURM does for the task on the second node.
     "srun": 'while [[ $1 == --* ]]; do shift; done; SLURM_NODEID=1 "$@"; echo "task: $?" >&2; exit ${SRUN_CODE:-0}',
-    "resihp": "if [[ $1 == checkpoint || $1 == emergency ]]; then "
+    "resihp": "[[ $1 != checkpoint ]] || ((${LOOK_CODE:-0} == 0)) || exit $LOOK_CODE; "
+    "if [[ $1 == checkpoint || $1 == emergency ]]; then "
     f'[[ -z ${{SAVED:-}} ]] || {sys.executable} -m megatron_resihp.cli "$@"; '
     'exit; fi; printf "%s\\n" "$@"; eval "${LAUNCH:-}"; '
     '[[ -z ${JOB_CODE:-} ]] || echo "$JOB_CODE" > "$RUN_DIR/exit_code"',
-    "timeout": "",  # the first node is there
+    "timeout": "exit ${NODE0_GONE:-0}",  # the first node is there, or out of reach
+    "sinfo": 'echo "${NODE0_STATE:-allocated}"',
+    "scancel": 'echo "scancel $*"',
     "sleep": "",
 }
 
 
-def run(directory: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the script where the checkout would be."""
+def run(directory: Path, *more: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the script where the checkout would be. `more`: flags of Megatron's."""
     for name, does in COMMANDS.items():
         (directory / name).write_text(f"#!/usr/bin/env bash\n{does}\n")
         (directory / name).chmod(0o755)
@@ -52,6 +56,8 @@ def run(directory: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     (directory / "scripts").unlink(missing_ok=True)
     (directory / "scripts").symlink_to(ROOT / "scripts")
     command = ["bash", SLURM / "example_8b.sh", "data/prefix", "--nodes=2"]
+    if more:
+        command = ["bash", SLURM / "job.sbatch", "pretrain_gpt.py", *more]
     return subprocess.run(command, env=environment, cwd=directory, capture_output=True, text=True, timeout=30.0)
 
 
@@ -79,7 +85,7 @@ def test_it_goes_on_from_what_survivors_of_node_0_have_saved_since(
     for directory, iteration in ((saved, 4321), (tmp_path / "checkpoints" / "resihp", last_checkpoint)):
         directory.mkdir(parents=True)
         (directory / TRACKER).write_text(f"{iteration}\n")
-    done = run(tmp_path, JOB_CODE="0", SAVED="1", PYTHONPATH=str(ROOT))
+    done = run(tmp_path, JOB_CODE="0", SAVED="1", SLURM_RESTART_COUNT="1", PYTHONPATH=str(ROOT))
     arguments = done.stdout.splitlines()
     loaded = [Path(value) for flag, value in pairwise(arguments) if flag == "--load"]
     assert done.returncode == 0 and loaded[0] == tmp_path / "checkpoints" / "resihp"
@@ -104,9 +110,12 @@ def test_its_result_is_the_jobs(tmp_path: Path) -> None:
         ({"JOB_CODE": str(exit_codes.stopped_by(15))}, 143, False),
         ({"SRUN_CODE": "137"}, exit_codes.RETRY, True),
         ({"SRUN_CODE": str(exit_codes.REFUSED)}, exit_codes.REFUSED, False),
+        ({"SRUN_CODE": "127"}, 127, False),
+        ({"JOB_CODE": "138", "SLURM_RESTART_COUNT": "20", "RESIHP_MOST_REQUEUES": "100"}, 138, True),
     ],
     ids=[
         "lost", "time is over", "lost too often", "no plan", "failed", "told to end", "launcher killed", "refused",
+        "no command", "more often",
     ],
 )  # fmt: skip
 def test_it_is_queued_again_where_that_helps(tmp_path: Path, variables: dict[str, str], code: int, again: bool) -> None:
@@ -120,6 +129,54 @@ def test_a_signal_of_slurm_ends_no_task_before_its_launcher(tmp_path: Path) -> N
     saving = f"kill -s USR1 $PPID; echo saved; exit {exit_codes.RETRY}"
     done = run(tmp_path, LAUNCH=saving)
     assert "saved" in done.stdout and f"task: {exit_codes.RETRY}" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("gone", "state", "restarts", "follows"),
+    [
+        ("1", "down*", "0", "scontrol requeue 7"), ("1", "allocated*", "0", "scontrol requeue 7"),
+        ("1", "allocated", "0", ""), ("1", "draining", "0", ""), ("0", "down*", "0", ""),
+        ("1", "down*", "20", "scancel 7"),
+    ],
+)  # fmt: skip
+def test_a_task_queues_the_job_again_if_the_first_node_is_lost(
+    tmp_path: Path, gone: str, state: str, restarts: str, follows: str
+) -> None:
+    """Not if its own node was cut off, and the job goes on without it."""
+    done = run(
+        tmp_path, LAUNCH=f"exit {exit_codes.RETRY}", SRUN_CODE=str(exit_codes.REFUSED), NODE0_GONE=gone,
+        NODE0_STATE=state, SLURM_RESTART_COUNT=restarts,
+    )  # fmt: skip
+    said = [line for line in done.stdout.splitlines() if line.startswith(("scontrol requeue", "scancel"))]
+    assert said == ([follows] if follows else []), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "said"),
+    [
+        (["--save", "out", "--finetune"], {}, "--finetune would apply again"),
+        (["--save", "out", "--ckpt-step", "3"], {}, "--ckpt-step would apply again"),
+        (["--save", "out", "--load", "base"], {}, "--load base would load that again"),
+        (["--load", "base"], {}, "usage: sbatch"),
+        (["--save", "out"], {"SLURM_GPUS_ON_NODE": ""}, "say sbatch --gpus-per-node=N"),
+    ],
+)  # fmt: skip
+def test_what_can_not_go_on_is_refused_before_it_begins(
+    tmp_path: Path, flags: list[str], variables: dict[str, str], said: str
+) -> None:
+    done = run(tmp_path, *flags, **variables)
+    assert (done.returncode, done.stdout) == (exit_codes.REFUSED, "") and said in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_job_may_load_where_it_saves(tmp_path: Path) -> None:
+    done = run(tmp_path, "--save", "out", "--load", "out", JOB_CODE="0")
+    assert done.returncode == 0 and "launch" in done.stdout
+
+
+def test_nothing_is_trained_where_the_newest_state_is_not_known(tmp_path: Path) -> None:
+    done = run(tmp_path, "--save", "out", SLURM_RESTART_COUNT="1", LOOK_CODE="7")
+    assert done.returncode == 7 and not done.stdout
 
 
 def test_it_knows_the_names_that_the_launcher_uses() -> None:
