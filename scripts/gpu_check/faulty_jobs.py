@@ -137,6 +137,6 @@ def fell_back(job: Launched) -> bool:
 
 def _was_disturbed(case: Case, summary: RunSummary) -> bool:
     """Whether the fault took effect; otherwise the job proves nothing."""
-    if case.plans:
-        return len(summary.plans) > len(case.plans)
-    return bool(summary.recoveries)
+    if case.plans and len(summary.plans) <= len(case.plans):
+        return False
+    return bool(summary.recoveries) or not case.injections

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.utils import get_model_config
 
 from megatron_resihp.detector.input.records import SpanKind
 from megatron_resihp.events.detection import Validation
@@ -61,14 +62,21 @@ def _time_transfer(runtime: Runtime, transfer: Transfer) -> dict[str, Any]:
     sends = transfer.sender == runtime.worker
     peer = transfer.receiver if sends else transfer.sender
     rank, group = runtime.view.rank_order.index(peer), runtime.mode.link_group
+    # As training sends. With NCCL, what is posted in a batch goes by a communicator that all members of the group make,
+    # and what is posted alone by one of the two ends.
+    batched = get_model_config(runtime.held.live.model[0]).batch_p2p_comm
     there = torch.zeros(max(transfer.size // 4, 1), dtype=torch.float32, device="cuda")
     back = torch.zeros(1, dtype=torch.float32, device="cuda")
 
     def travel() -> None:
+        work: Any
         for tensor, outward in ((there, True), (back, False)):
             post = dist.isend if outward == sends else dist.irecv
-            for work in dist.batch_isend_irecv([dist.P2POp(post, tensor, rank, group)]):
-                work.wait()
+            if batched:
+                [work] = dist.batch_isend_irecv([dist.P2POp(post, tensor, rank, group)])
+            else:
+                work = post(tensor, rank, group)
+            work.wait()
 
     return {"peer": peer, "size": transfer.size, "seconds": _time(travel, transfer.repeats)}
 
