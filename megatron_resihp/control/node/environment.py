@@ -54,10 +54,18 @@ NCCL: Final[Mapping[str, str]] = {
     # It would also hold the group's lock for four times the second, and end the process a while after that.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    # Its watchdog would end the process at a CUDA error, before the worker can say whose error that is
+    # (`integration.loop.device_loss`).
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     # Who waits for a communicator that is not blocking holds its lock, which an abort needs (`executor.nccl.meetings`).
     "TORCH_NCCL_USE_COMM_NONBLOCKING": "0",
 }
 """What recovery needs of torch's NCCL, whatever the user's environment says."""
+SAFER: Final[Mapping[str, str]] = {
+    # By default NCCL uses NVSwitches' own sums (2, as 1), in memory that is the members' together.
+    "NCCL_NVLS_ENABLE": "0",
+}
+"""What recovery asks of NCCL where the user says nothing, in the environment or in NCCL's files."""
 USERS_NCCL: Final = "RESIHP_USERS_NCCL"
 """What it says, as JSON, for a job without --resihp."""
 OLDER_NAMES: Final[Mapping[str, str]] = {
@@ -72,7 +80,8 @@ _ENDED: Final = "torch may end survivors when a peer dies"
 _ONE_BY_ONE: Final = "the host waits for the device, so nothing overlaps"
 HARMFUL: Final[Mapping[tuple[str, str], tuple[str, str]]] = {
     ("NCCL_CUMEM_ENABLE", "0"): (_DIE, "unset it"),
-    ("NCCL_NVLS_ENABLE", "1"): (_DIE, "set it to 0"),
+    ("NCCL_NVLS_ENABLE", "1"): (_DIE, "unset it"),
+    ("NCCL_NVLS_ENABLE", "2"): (_DIE, "unset it"),
     ("NCCL_COMM_BLOCKING", "0"): ("an abort waits for a communicator that is being made", "unset it"),
     ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"): (_ENDED, "unset it"),
     ("TORCH_NCCL_DESYNC_DEBUG", "1"): (_ENDED, "unset it"),
@@ -128,6 +137,11 @@ def settings_in(path: Path) -> dict[str, str]:
     return {name: value.strip() for name, _, value in named}  # the first of several counts
 
 
+def _safer(inherited: Mapping[str, str]) -> dict[str, str]:
+    said = {name for path in conf_files(inherited, SYSTEMS_CONF) for name in settings_in(path)}
+    return {name: value for name, value in SAFER.items() if name not in said}
+
+
 def overruled(inherited: Mapping[str, str] = os.environ) -> list[str]:
     """One line for each setting that workers of a job with --resihp don't get."""
     older = {old: NCCL[new] for old, new in OLDER_NAMES.items() if new in NCCL and new not in inherited}
@@ -140,7 +154,7 @@ def overruled(inherited: Mapping[str, str] = os.environ) -> list[str]:
 
 def give_back_nccl(environment: MutableMapping[str, str] = os.environ) -> None:
     """In a worker that does without the plugin: let torch's NCCL be as the user's environment has it."""
-    for name in NCCL:
+    for name in (*NCCL, *SAFER):
         environment.pop(name, None)
     environment.update(json.loads(environment.pop(USERS_NCCL, "{}")))
 
@@ -172,6 +186,7 @@ class JobEnvironment:
         return {
             "OMP_NUM_THREADS": "1",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
+            **_safer(inherited),
             # Workers need nothing of etcd.
             **{name: value for name, value in inherited.items() if not name.startswith(ETCD)},
             "PYTHONUNBUFFERED": "1",
@@ -179,7 +194,7 @@ class JobEnvironment:
             "TORCH_GLOO_LAZY_INIT": "1",
             **NCCL,
             **self.network,
-            USERS_NCCL: json.dumps({name: inherited[name] for name in NCCL if name in inherited}),
+            USERS_NCCL: json.dumps({name: inherited[name] for name in (*NCCL, *SAFER) if name in inherited}),
             "RANK": str(slot % size.workers),
             "LOCAL_RANK": str(slot % size.workers_per_node),
             "WORLD_SIZE": str(size.workers),

@@ -36,7 +36,7 @@ class TorchPatches:
     def install_nccl(self) -> None:
         """Bound the meetings of a world that NCCL carries, and have barriers use this process's device."""
         if not self._nccl:
-            dist.barrier = _with_own_device(dist.barrier)
+            dist.barrier = _of_nccl(dist.barrier, self._waiter)
             self._meetings.install()
             self._nccl = True
 
@@ -51,15 +51,22 @@ class TorchPatches:
             self._hand_over = True
 
 
-def _with_own_device(original: Callable[..., Any]) -> Callable[..., Any]:
+def _of_nccl(original: Callable[..., Any], waiter: Waiter) -> Callable[..., Any]:
     """Wrap dist.barrier, which takes torch's rank as the device where it is a group's first operation. That is right
     when a job begins, but wrong for restarted workers: two of them would use one device.
+
+    A barrier that was aborted while it was waited for returns as if all had come. Megatron would go on to name a
+    checkpoint that a dead worker has not written, and delete the one before.
     """
 
     @functools.wraps(original)
     def barrier(group: Any = None, async_op: bool = False, device_ids: list[int] | None = None, **options: Any) -> Any:
-        if device_ids is None and dist.get_backend(group) == "nccl":
+        nccl = dist.get_backend(group) == "nccl"
+        if device_ids is None and nccl:
             device_ids = [torch.cuda.current_device()]
-        return original(group, async_op, device_ids, **options)
+        result = original(group, async_op, device_ids, **options)
+        if nccl and not async_op:
+            waiter.give_up_if_interrupted()
+        return result
 
     return barrier

@@ -110,7 +110,7 @@ class Waiter:
                     raise
             if work.is_completed():
                 return self._wait(work)  # done just after the slice; this returns or raises at once
-            self._give_up_if_interrupted()
+            self.give_up_if_interrupted()
 
     def aside(self, call: Callable[[], Any]) -> Any:
         """Make a call that may block in gloo on another thread and wait for its result.
@@ -133,14 +133,14 @@ class Waiter:
         assert self._calls is not None
         while not result.done.wait(SLICE.total_seconds()):
             try:
-                self._give_up_if_interrupted()
+                self.give_up_if_interrupted()
             except WaitAbandoned:
                 self._calls.put(None)
                 self._calls = None  # its thread may take long to return; the next call gets another one
                 self._abandoned.append(result)
                 raise
 
-    def _give_up_if_interrupted(self) -> None:
+    def give_up_if_interrupted(self) -> None:
         if self._interrupted():
             raise WaitAbandoned("gloo did not answer after the epoch was broken")
 

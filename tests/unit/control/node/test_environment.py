@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_resihp.control.job_size import JobSize
-from megatron_resihp.control.node.environment import JobEnvironment, overruled, warnings_of
+from megatron_resihp.control.node import environment
+from megatron_resihp.control.node.environment import JobEnvironment, give_back_nccl, overruled, warnings_of
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.secret import fresh_secret
 
@@ -48,6 +49,26 @@ def test_what_recovery_needs_of_nccl_is_no_choice_of_the_user() -> None:
     assert (found["NCCL_DEBUG"], found["OMP_NUM_THREADS"]) == ("INFO", "4")
 
 
+def test_memory_that_workers_share_on_switches_is_off_unless_the_user_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL uses it by default. A job without the plugin has NCCL's own default."""
+    job = JobEnvironment(
+        node=0, size=JobSize(1, 2), store=STORE, secret=SECRET, run_dir=Path("run"), heartbeat_s=1.0, stand_in=False
+    )
+    users = tmp_path / "nccl.conf"
+    users.write_text("NCCL_NVLS_ENABLE=1\n")
+    monkeypatch.setattr(environment, "SYSTEMS_CONF", ABSENT)
+    none = {"NCCL_CONF_FILE": str(ABSENT)}
+    assert job.of(1, 3, 4, none)["NCCL_NVLS_ENABLE"] == "0"
+    assert job.of(1, 3, 4, none | {"NCCL_NVLS_ENABLE": "2"})["NCCL_NVLS_ENABLE"] == "2"
+    assert "NCCL_NVLS_ENABLE" not in job.of(1, 3, 4, {"NCCL_CONF_FILE": str(users)})
+    for users_own in ({}, {"NCCL_NVLS_ENABLE": "2"}):
+        found = job.of(1, 3, 4, none | users_own)
+        give_back_nccl(found)
+        assert {name: value for name, value in found.items() if "NVLS" in name} == users_own
+
+
 def test_workers_do_not_get_what_etcd_lets_the_coordinator_in_with() -> None:
     job = JobEnvironment(
         node=0, size=JobSize(1, 2), store=STORE, secret=SECRET, run_dir=Path("run"), heartbeat_s=1.0, stand_in=False
@@ -79,7 +100,7 @@ def test_settings_in_nccls_own_files_count_as_in_the_environment(system: Path) -
     """The first of several counts, and what torch or CUDA reads is read before these files are."""
     assert warnings_of({"NCCL_CONF_FILE": str(ABSENT)}, system) == [
         f"NCCL_CUMEM_ENABLE=0 in {system}: {DIES}; unset it",
-        f"NCCL_NVLS_ENABLE=1 in {system}: {DIES}; set it to 0",
+        f"NCCL_NVLS_ENABLE=1 in {system}: {DIES}; unset it",
     ]
 
 

@@ -17,6 +17,7 @@ from gloo_members import Member, close_what_is_kept_open
 
 from megatron_resihp.executor.groups.communicators import Communicators
 from megatron_resihp.executor.groups.rendezvous import RendezvousBroken
+from megatron_resihp.executor.groups.waiting import WaitAbandoned
 from megatron_resihp.executor.nccl.aborts import DeviceLost, group_error
 
 LIMIT_S = 10.0
@@ -301,6 +302,28 @@ def test_the_device_of_a_barrier(
     assert len(emptied) == 2  # what torch keeps for later is NCCL's before its communicators are made
     dist.barrier(device_ids=given)
     assert seen == [(None, False, device_ids)]
+
+
+@pytest.mark.parametrize(("backend", "async_op"), [("nccl", False), ("nccl", True), ("gloo", False)])
+def test_a_barrier_of_nccls_that_was_aborted_is_none(
+    monkeypatch: pytest.MonkeyPatch, backend: str, async_op: bool
+) -> None:
+    """It returns as if all had come. Gloo's raises by itself."""
+    broken: list[bool] = []
+    monkeypatch.setattr(dist, "barrier", lambda group, async_op, device_ids: broken.append(True))
+    monkeypatch.setattr(dist, "init_process_group", lambda *positional, **options: None)
+    monkeypatch.setattr(dist, "get_backend", lambda group: backend)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    communicators = Communicators(dist.HashStore(), 0, lambda: bool(broken))
+    communicators.begin(1, "plan")
+    communicators.join_world("nccl", (1, 0), timedelta(seconds=1))
+    if backend == "nccl" and not async_op:
+        with pytest.raises(WaitAbandoned):
+            dist.barrier()
+    else:
+        dist.barrier(async_op=async_op)
+    assert broken
 
 
 def sum_together(members: list[Summing]) -> None:
