@@ -133,6 +133,8 @@ def why_own_degree(arguments: Mapping[str, Any]) -> str:
     """Why stages of another tensor-parallel degree than the job's own would train otherwise; empty: they wouldn't."""
     if arguments.get("optimizer") == "muon":
         return "Muon orthogonalises the part of a matrix that a member holds"
+    if arguments.get("multi_latent_attention") and not arguments.get("sequence_parallel"):
+        return "Megatron sums the gradients of latents that members share only beside --sequence-parallel"
     if arguments.get("num_experts") and not arguments.get("sequence_parallel"):
         return "Megatron trains experts with tensor parallelism only beside --sequence-parallel"
     return ""

@@ -23,6 +23,7 @@ from megatron_resihp.integration.loop.course import follow
 from megatron_resihp.integration.loop.recovery import TakenIn, leave_if_agreed
 from megatron_resihp.integration.loop.telemetry import report_iteration
 from megatron_resihp.integration.loop.validation import validate
+from megatron_resihp.integration.patches.checkpoints import leave_other_format_behind
 from megatron_resihp.integration.patches.counting import count_again, count_as_one_replica, snapshot_counters
 from megatron_resihp.integration.patches.startup import describe_job
 from megatron_resihp.integration.probes.patches import begin_iteration
@@ -267,6 +268,8 @@ def _saving(runtime: Runtime, iteration: int, non_persistent: bool) -> Iterator[
     args.data_parallel_size = data_parallel_of(runtime.view.plan)
     try:
         with waited_for(control.heard, control.tell, control.worker, most_s), runtime.mode.state.saving() as used:
+            if not args.use_dist_ckpt and runtime.view.reports:
+                leave_other_format_behind(path, iteration)
             yield
     finally:
         args.data_parallel_size = 1

@@ -13,13 +13,16 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from megatron.training.checkpointing import get_checkpoint_name
 
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.fragments import cut, finest, fragments_of
@@ -63,6 +66,13 @@ def distributed_format(args: Any, announce: bool) -> Iterator[str]:
         yield FORMAT
     finally:
         args.ckpt_format, args.use_dist_ckpt = kept
+
+
+def leave_other_format_behind(path: str, iteration: int) -> None:
+    """Before a save in Megatron's older format: what an abandoned run has saved of the same iteration under another
+    plan must not be loaded in its place, as Megatron does wherever it finds the distributed format's own file."""
+    folder = get_checkpoint_name(path, iteration, return_base_dir=True)
+    Path(folder, CONFIG_FNAME).unlink(missing_ok=True)
 
 
 def wrap_generate_state_dict(runtime: Runtime, original: Callable[..., dict[str, Any]]) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from megatron_resihp.cost.device import Device, durations, layer_work, transfers
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.layers import model_from_arguments
 from megatron_resihp.cost.presets import PRESETS, preset
-from megatron_resihp.cost.training import Recompute, Training, training_from_arguments, why_own_context
+from megatron_resihp.cost.training import Recompute, Training, training_from_arguments, why_own_context, why_own_degree
 from megatron_resihp.pipeline.schedules import one_f_one_b, zero_bubble_h1
 from megatron_resihp.pipeline.search.bounds import makespan_lower_bound
 from megatron_resihp.pipeline.simulate import simulate
@@ -65,6 +65,13 @@ def test_megatron_cuts_experts_only_beside_the_sequence(sequence_parallel: bool,
 def test_muon_trains_the_same_in_the_jobs_own_cuts_only(own: int) -> None:
     arguments = {"seq_length": 4096, "optimizer": "muon", "tensor_model_parallel_size": own}
     assert JobCost(MODEL, training_from_arguments(arguments), DEVICE, 8, workers_per_node=4).degrees == (own,)
+
+
+@pytest.mark.parametrize(("sequence_parallel", "keeps"), [(False, True), (True, False)])
+def test_latent_attention_trains_the_same_in_other_cuts_only_beside_sequence_parallelism(
+    sequence_parallel: bool, keeps: bool
+) -> None:
+    assert bool(why_own_degree({"multi_latent_attention": True, "sequence_parallel": sequence_parallel})) == keeps
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Barrier
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_resihp.integration.patches.checkpoints import own_parts
+from megatron_resihp.integration.patches.checkpoints import leave_other_format_behind, own_parts
 
 LAYERS, ROWS, COLUMNS = 3, 12, 24
 AXES = {"column": 0, "row": 1, "whole": None}
@@ -86,3 +87,14 @@ def test_every_number_is_written_once_in_parts_of_one_shape(layout: list[tuple[r
         assert torch.equal(found, whole(name))
         assert len({(part.local_shape, part.axis_fragmentations) for part in mine}) == 1
         assert {part.replica_id for part in mine} == {0}
+
+
+def test_a_save_in_megatrons_older_format_takes_the_place_of_one_in_the_newer(tmp_path: Path) -> None:
+    """Megatron would load the newer format's, whatever is beside it."""
+    folder = tmp_path / "iter_0000200"
+    leave_other_format_behind(str(tmp_path), 200)
+    folder.mkdir()
+    for name in ("metadata.json", "mp_rank_00"):
+        (folder / name).touch()
+    leave_other_format_behind(str(tmp_path), 200)
+    assert [path.name for path in folder.iterdir()] == ["mp_rank_00"]
