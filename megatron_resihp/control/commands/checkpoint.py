@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`resihp checkpoint`: says how to go on from what survivors have saved, to people and to job scripts.
 
-May import: the standard library and `saved_state`.
+May import: the standard library, `exit_codes` and `saved_state`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import sys
 from pathlib import Path
 from typing import Final
 
+from megatron_resihp.control import exit_codes
 from megatron_resihp.control.worker.saved_state import (
     DIRECTORY,
+    TRACKER,
     files_of_parameters,
     flags,
     last_save,
@@ -22,11 +24,14 @@ from megatron_resihp.control.worker.saved_state import (
 
 NOTHING: Final = 1
 """There is nothing to go on from."""
+RELEASE: Final = "release"
+"""What Megatron's tracker says of weights without an iteration."""
 EPILOG = """\
 A job script that may be started again adds the flags to those of the job, whose --load is overruled:
 
   resihp emergency "$RUN_DIR" || true
-  mapfile -t NEWER < <(resihp checkpoint "$RUN_DIR" --newer-than "$CHECKPOINTS" --flags)
+  FOUND=$(resihp checkpoint "$RUN_DIR" --newer-than "$CHECKPOINTS" --flags) || exit
+  NEWER=(); [[ -z $FOUND ]] || mapfile -t NEWER <<<"$FOUND"
   resihp launch ... pretrain_gpt.py ... --save "$CHECKPOINTS" --load "$CHECKPOINTS" "${NEWER[@]}"
 """
 
@@ -45,9 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Do what the parsed arguments ask; the exit code is 0, or 1 if there is nothing to go on from."""
+    """Do what the parsed arguments ask; the exit code is 0, 1 if there is nothing to go on from, 2 if nobody knows."""
     found = newest_state(namespace.run_dir)
     last = latest_in(namespace.newer_than) if namespace.newer_than is not None else None
+    if found is not None and last is None and namespace.newer_than is not None:
+        tracker = namespace.newer_than / TRACKER
+        if not _says_none(tracker):
+            print(f"resihp: {tracker} can't be read, so nobody knows which state is newer; mend it", file=sys.stderr)
+            return exit_codes.REFUSED
     if found is not None and last is not None and found[1] <= last:
         return _nothing(namespace, f"{namespace.newer_than} has iteration {last:,}, survivors saved {found[1]:,}")
     if found is None:
@@ -66,6 +76,16 @@ def run(namespace: argparse.Namespace) -> int:
     else:
         print(f"the state after iteration {iteration:,} is saved, all of it; go on from it with {' '.join(words)}")
     return 0
+
+
+def _says_none(tracker: Path) -> bool:
+    """Whether there is no checkpoint of an iteration for sure: no tracker, or that of weights without one."""
+    try:
+        return tracker.read_text().strip() == RELEASE
+    except FileNotFoundError:
+        return True
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def _nothing(namespace: argparse.Namespace, why: str) -> int:

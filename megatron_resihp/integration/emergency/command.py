@@ -24,7 +24,8 @@ EPILOG = """\
 A job script that may be started again runs it first, and then asks what is newest:
 
   resihp emergency "$RUN_DIR" || true
-  mapfile -t NEWER < <(resihp checkpoint "$RUN_DIR" --newer-than "$CHECKPOINTS" --flags)
+  FOUND=$(resihp checkpoint "$RUN_DIR" --newer-than "$CHECKPOINTS" --flags) || exit
+  NEWER=(); [[ -z $FOUND ]] || mapfile -t NEWER <<<"$FOUND"
   resihp launch ... pretrain_gpt.py ... --save "$CHECKPOINTS" --load "$CHECKPOINTS" "${NEWER[@]}"
 """
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_resihp.control import exit_codes
 from megatron_resihp.control.commands.checkpoint import NOTHING, add_arguments, run
 from megatron_resihp.control.worker.noticeboard import Noticeboard
 from megatron_resihp.control.worker.saved_state import DIRECTORY, JOINED, TRACKER, LastSave
@@ -51,6 +52,18 @@ def test_a_script_loads_only_what_is_newer_than_the_last_checkpoint(
     expected = ["--load", str(tmp_path / "run" / DIRECTORY), "--no-load-rng"] if is_newer else []
     assert capsys.readouterr().out.splitlines() == expected
     assert call(*asked) == (0 if is_newer else NOTHING)
+
+
+@pytest.mark.parametrize("flags", [(), ("--flags",)])
+def test_nothing_is_chosen_where_the_last_checkpoint_is_not_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]
+) -> None:
+    """A power failure may leave an empty tracker. An old state of survivors' must not replace what is there."""
+    state(tmp_path / "run" / DIRECTORY, 5)
+    state(tmp_path / "checkpoints", "")
+    assert call(tmp_path / "run", "--newer-than", tmp_path / "checkpoints", *flags) == exit_codes.REFUSED
+    said = capsys.readouterr()
+    assert not said.out and said.err.count("\n") == 1 and "can't be read" in said.err
 
 
 def test_what_no_start_can_load_is_told_and_not_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
