@@ -53,11 +53,10 @@ def run(namespace: argparse.Namespace) -> int:
     """Do what the parsed arguments ask; the exit code is 0, 1 if there is nothing to go on from, 2 if nobody knows."""
     found = newest_state(namespace.run_dir)
     last = latest_in(namespace.newer_than) if namespace.newer_than is not None else None
-    if found is not None and last is None and namespace.newer_than is not None:
+    if found is not None and last is None and namespace.newer_than is not None and not _is_empty(namespace.newer_than):
         tracker = namespace.newer_than / TRACKER
-        if not _says_none(tracker):
-            print(f"resihp: {tracker} can't be read, so nobody knows which state is newer; mend it", file=sys.stderr)
-            return exit_codes.REFUSED
+        print(f"resihp: {tracker} can't be read, so nobody knows which state is newer; mend it", file=sys.stderr)
+        return exit_codes.REFUSED
     if found is not None and last is not None and found[1] <= last:
         return _nothing(namespace, f"{namespace.newer_than} has iteration {last:,}, survivors saved {found[1]:,}")
     if found is None:
@@ -78,10 +77,10 @@ def run(namespace: argparse.Namespace) -> int:
     return 0
 
 
-def _says_none(tracker: Path) -> bool:
+def _is_empty(checkpoints: Path) -> bool:
     """Whether there is no checkpoint of an iteration for sure: no tracker, or that of weights without one."""
     try:
-        return tracker.read_text().strip() == RELEASE
+        return (checkpoints / TRACKER).read_text().strip() == RELEASE
     except FileNotFoundError:
         return True
     except (OSError, UnicodeDecodeError):

@@ -188,7 +188,7 @@ def _wrong_content(message: Message) -> str | None:
                 return f"'job.chunks': {error}"
             try:
                 shape_of(job, 1)
-            except ValueError as error:
+            except (ValueError, ArithmeticError) as error:
                 return f"'job': {error}"
         case ModelBuilt(arguments=arguments):
             return None if _are_arguments(arguments) else "'arguments' are none that a model is made of"

@@ -75,6 +75,8 @@ BAD_TEXTS = (
     of_json("Ready", worker=1, epoch=0), written(NodeLost(2, "", 1.0)), written(WorkerRestarted(1, 4711, 1.0)),
     of_json("StopRequest", signal="TERM", time=1), of_json("SurvivorReport", worker=1, epoch=0, record={}, held=[]),
     written(JobStarted(0, replace(JOB, chunks=(Chunk(0, 1, 3), Chunk(1, 3, 6))))),
+    written(JobStarted(0, replace(JOB, context_parallel=2, expert_parallel=3, experts=12, seq_length=96))),
+    written(JobStarted(0, replace(JOB, expert_parallel=2, experts=4, expert_members=JOB.tensor_parallel + 1))),
     written(ModelBuilt(0, {"num_layers": 10**6})),
     written(EventsReported(1, ({"event": "iteration", "time": 1, "epoch": 0, "worker": 1},))),
     written(EventsReported(1, ({"event": "run_finished", "time": 1, "epoch": 0, "worker": 1},))),
