@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jobs import FP32, Job, Jobs, Tolerance, check_samples, environment_of, tiny
+from jobs import FP32, WISHING, Job, Jobs, Tolerance, check_samples, environment_of, tiny
 
 from megatron_resihp.report.run.summary import compare
 
@@ -69,6 +69,19 @@ def like_stock(
     check_like_stock(job, stock, tolerance)
     check_samples(job)
     assert len(job.summary.deaths) == len(injections)
+    return job
+
+
+def like_stock_and_back(jobs: Jobs, *, layout: dict[str, Any]) -> Job:
+    """A job of four workers that loses the last one and gets it back, compared likewise."""
+    stock = forked_stock_steps(jobs, 4, **layout)
+    arguments = tiny(**layout, resihp_inject="kill:3@3")
+    job = jobs.start(arguments, workers=4, max_restarts=1, script=WISHING, wishes=["hold-0-7"])
+    job.await_event("worker_waiting", waiting=7)
+    job.wish("go_on")
+    assert job.wait().code == 0, job.tails()
+    check_like_stock(job, stock)
+    check_samples(job)
     return job
 
 

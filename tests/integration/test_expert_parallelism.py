@@ -26,7 +26,7 @@ from jobs import (
     check_training,
     tiny,
 )
-from stock_runs import check_like_stock, check_that_training_shows, forked_stock_steps, losses_of
+from stock_runs import check_like_stock, check_that_training_shows, forked_stock_steps, like_stock_and_back, losses_of
 from test_checkpoints import FUSED, as_stock_says, stock_losses
 from test_emergency import emergency
 from test_expert_biases import ROUTED
@@ -85,15 +85,7 @@ def test_training_shows_in_the_losses(jobs: Jobs) -> None:
 
 def test_a_death_and_the_return_of_the_worker(jobs: Jobs) -> None:
     """Three workers have all experts each; with the fourth they share them again."""
-    layout = SHARED | {"train_iters": 14}
-    stock = forked_stock_steps(jobs, WORKERS, **layout)
-    arguments = tiny(**layout, resihp_inject="kill:3@3")
-    job = jobs.start(arguments, workers=WORKERS, max_restarts=1, script=WISHING, wishes=["hold-0-7"])
-    job.await_event("worker_waiting", waiting=7)
-    job.wish("go_on")
-    assert job.wait().code == 0, job.tails()
-    check_like_stock(job, stock)
-    check_samples(job)
+    job = like_stock_and_back(jobs, layout=SHARED | {"train_iters": 14})
     assert degrees(job) == [(2, 4), (1, 3), (2, 4)]
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import DROPOUT, EXPERTS, FP32, PRETRAIN, WISHING, Job, Jobs, check_samples, check_training, tiny
-from stock_runs import check_like_stock, check_that_training_shows, forked_stock_steps, like_stock, losses_of
+from jobs import DROPOUT, EXPERTS, FP32, PRETRAIN, Job, Jobs, check_training, tiny
+from stock_runs import check_that_training_shows, forked_stock_steps, like_stock, like_stock_and_back, losses_of
 from test_checkpoints import FUSED, as_stock_says, stock_losses
 from test_emergency import emergency
 from test_expert_parallelism import DROPPING, OPTIMIZER, SINKHORN, TENSOR
@@ -44,15 +44,7 @@ def test_training_shows_in_the_losses(jobs: Jobs) -> None:
 
 def test_a_death_and_the_return_of_the_worker(jobs: Jobs) -> None:
     """Three workers train sequences of their own with all experts; with the fourth they share both again."""
-    layout = BOTH | {"train_iters": 14}
-    stock = forked_stock_steps(jobs, WORKERS, **layout)
-    arguments = tiny(**layout, resihp_inject="kill:3@3")
-    job = jobs.start(arguments, workers=WORKERS, max_restarts=1, script=WISHING, wishes=["hold-0-7"])
-    job.await_event("worker_waiting", waiting=7)
-    job.wish("go_on")
-    assert job.wait().code == 0, job.tails()
-    check_like_stock(job, stock)
-    check_samples(job)
+    job = like_stock_and_back(jobs, layout=BOTH | {"train_iters": 14})
     assert degrees(job) == [(2, 2, 4), (1, 1, 3), (2, 2, 4)]
 
 
