@@ -13,7 +13,7 @@ import resource
 from typing import Final
 
 from megatron_resihp.control.job_size import JobSize
-from megatron_resihp.control.transport.gate import UNANSWERED
+from megatron_resihp.control.transport.gate import most_unanswered
 
 OF_ITS_OWN: Final = 64
 """Files that any launcher has open: libraries, logs, planners' processes, connections in the making."""
@@ -23,14 +23,17 @@ PER_WORKER: Final = 4
 """Connections to the store: 3 by the code, and one in the making where a worker comes back."""
 PER_NODE: Final = 10
 """Liveness connection, stream of measurements and connections to the store: 5 by the code, more while it joins."""
-STRANGERS: Final = 3 * UNANSWERED
-"""Connections to node 0's three ports that have not proved to be of the job."""
 
 
 def needed(size: JobSize, node: int) -> int:
     """How many files the launcher of a node has open at most, rounded up."""
     own = OF_ITS_OWN + PER_OWN_WORKER * size.workers_per_node
-    return own if node > 0 else own + PER_WORKER * size.slots + PER_NODE * size.most_nodes + STRANGERS
+    return own if node > 0 else own + PER_WORKER * size.slots + PER_NODE * size.most_nodes + _unanswered(size)
+
+
+def _unanswered(size: JobSize) -> int:
+    """Connections to node 0's three ports that have not proved to be of the job."""
+    return most_unanswered(1) + 2 * most_unanswered(size.most_nodes)
 
 
 def allow_as_many_as_may_be() -> int:

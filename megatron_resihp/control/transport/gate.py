@@ -32,11 +32,14 @@ from megatron_resihp.control.transport.store import StoreError
 ANSWER_S: Final = 5.0
 """How long a client may take to answer the challenge."""
 UNANSWERED: Final = 64
-"""Connections of one listener that have not answered yet; of more, the oldest of the busiest host ends."""
+"""Connections of one listener that may have not answered yet, at least; of more, the oldest of the busiest host ends.
+All nodes of a job may come at once."""
 AT_ONCE: Final = 256
 """How many are accepted before others get their turn."""
 PAUSE_S: Final = 0.1
 """Without files to open, nothing is accepted for so long."""
+AGAIN_S: Final = 0.05
+"""After a gate has turned a client away without an answer, since too many came."""
 
 
 class RefusedSecretError(StoreError):
@@ -63,14 +66,18 @@ class Gate:
         listener: bound; belongs to this object from now on.
         purpose: of the connections.
         largest: bytes of a message that comes in.
+        nodes: how many may connect at once.
     """
 
-    def __init__(self, listener: socket.socket, secret: Secret, purpose: str, largest: int) -> None:
+    def __init__(self, listener: socket.socket, secret: Secret, purpose: str, largest: int, nodes: int = 1) -> None:
         self._listener = listener
+        self._most_unanswered = most_unanswered(nodes)
         self._secret, self._purpose, self._largest = secret, purpose, largest
         self._newcomers: dict[int, _Newcomer] = {}
         self._paused_until: float | None = None
         listener.setblocking(False)
+        # What it accepts inherits that, so that the port can be served again at once.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.listen(socket.SOMAXCONN)
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
@@ -120,7 +127,7 @@ class Gate:
 
     def _challenge(self, newcomer: _Newcomer) -> None:
         newcomer.sock.setblocking(False)
-        if len(self._newcomers) >= UNANSWERED:
+        if len(self._newcomers) >= self._most_unanswered:
             (busiest, _), *_ = Counter(each.host for each in self._newcomers.values()).most_common(1)
             self._turn_away(next(each for each in self._newcomers.values() if each.host == busiest))
         self._newcomers[newcomer.sock.fileno()] = newcomer
@@ -161,6 +168,25 @@ class Gate:
     def _forget(self, newcomer: _Newcomer) -> None:
         self._selector.unregister(newcomer.sock)
         del self._newcomers[newcomer.sock.fileno()]
+
+
+def most_unanswered(nodes: int) -> int:
+    """How many connections of one listener may have not answered yet, where so many nodes may come at once."""
+    return max(UNANSWERED, nodes)
+
+
+def enter_in_time(
+    address: Address, secret: Secret, purpose: str, largest: int, timeout_s: float, who: int = 0
+) -> tuple[socket.socket, Session]:
+    """As `enter`, and again where too many have come at once, until the time is over."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return enter(address, secret, purpose, largest, timeout_s, who)
+        except (ConnectionResetError, BrokenPipeError):
+            if time.monotonic() + AGAIN_S > deadline:
+                raise
+        time.sleep(AGAIN_S)
 
 
 def enter(

@@ -16,7 +16,7 @@ from megatron_resihp.control import keys
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.transport.absence import Absence
 from megatron_resihp.control.transport.address import Address, parse_address
-from megatron_resihp.control.transport.gate import Gate, enter
+from megatron_resihp.control.transport.gate import Gate, enter_in_time
 from megatron_resihp.control.transport.liveness import Kind, LivenessConnection, Watcher
 from megatron_resihp.control.transport.secret import Secret
 from megatron_resihp.control.transport.secure import Session
@@ -57,7 +57,7 @@ class NodeWatcher:
         self, listener: socket.socket, secret: Secret, size: JobSize, timeout_s: float, connect_by: float,
         returning: Collection[int] | None = None, gone: Callable[[], Set[int]] = frozenset,
     ) -> None:  # fmt: skip
-        self._gate = Gate(listener, secret, PURPOSE, LARGEST)
+        self._gate = Gate(listener, secret, PURPOSE, LARGEST, size.most_nodes)
         self._size = size
         self._others = set(range(size.most_nodes)) - size.head
         self._returning = set(returning or ())
@@ -242,7 +242,7 @@ def _first_worker(worker: int) -> str:
 
 def _connect(address: Address, joining: Joining, comes_back: bool) -> tuple[socket.socket, Session]:
     who = _who(joining.node, joining.size, comes_back)
-    sock, session = enter(address, joining.secret, PURPOSE, LARGEST, joining.timeout_s, who)
+    sock, session = enter_in_time(address, joining.secret, PURPOSE, LARGEST, joining.timeout_s, who)
     # Without it, beats to a machine that is gone are resent for a quarter of an hour.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(joining.timeout_s * 1000))
     return sock, session

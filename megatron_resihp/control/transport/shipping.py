@@ -8,6 +8,7 @@ and counted, by its worker. May import: the standard library and this package's 
 
 from __future__ import annotations
 
+import math
 import queue
 import selectors
 import socket
@@ -33,6 +34,10 @@ WAITING: Final = 32
 PURPOSE: Final = "records"
 SLICE_S: Final = 0.2
 CONNECT_S: Final = 10.0
+AGAIN_S: Final = 0.5
+"""After a failure to connect, or a lost connection."""
+RECONNECT_S: Final = 60.0
+"""How long a node tries to reach a coordinator that no other can take the place of."""
 
 
 class Outbox[T]:
@@ -112,15 +117,16 @@ class Relay:
     Args:
         secret: of the job.
         listener: where relays of other nodes connect; bound.
+        nodes: how many may connect at once.
     """
 
-    def __init__(self, secret: Secret, listener: socket.socket | None = None) -> None:
+    def __init__(self, secret: Secret, listener: socket.socket | None = None, nodes: int = 1) -> None:
         self._deliver: Callable[[bytes], bool] = _refuse
         self._selector = selectors.DefaultSelector()
         self._added: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="resihp-relay", daemon=True)
-        self._gate = None if listener is None else Gate(listener, secret, PURPOSE, LARGEST)
+        self._gate = None if listener is None else Gate(listener, secret, PURPOSE, LARGEST, nodes)
         if self._gate is not None:
             self._selector.register(self._gate, selectors.EVENT_READ)
 
@@ -211,54 +217,77 @@ class Inbox:
 
 
 class Uplink:
-    """Another node's way to the coordinator: connects when the address is known; one failure ends it for good.
+    """Another node's way to the coordinator: connects when the address is known, and again where a connection is lost.
 
     Args:
-        led_on: another coordinator may come, so that after a failure its address is waited for.
+        led_on: another coordinator may come, so that it never gives up.
+        reconnect_s: after how long without a connection it does where none may come.
     """
 
-    def __init__(self, secret: Secret, led_on: bool = False) -> None:
+    def __init__(self, secret: Secret, led_on: bool = False, reconnect_s: float = RECONNECT_S) -> None:
         self._secret = secret
-        self._led_on = led_on
-        self._address: queue.SimpleQueue[Address | None] = queue.SimpleQueue()
+        self._patience_s = math.inf if led_on else reconnect_s
+        self._told: queue.SimpleQueue[Address | None] = queue.SimpleQueue()
+        self._address: Address | None = None
         self._socket: socket.socket | None = None
         self._session: Session | None = None
         self._closed = False
 
     def connect(self, address: Address) -> None:
         """Where the coordinator's relay listens; told once of each."""
-        self._address.put(address)
+        self._told.put(address)
         self._hang_up()
 
     def deliver(self, message: bytes) -> bool:
-        """Send a message, waiting as long as the coordinator takes; False once that has failed for good."""
+        """Send a message, waiting as long as the coordinator takes; False once that has failed for good.
+
+        One whose connection is lost may come twice.
+        """
+        if self._address is None and not self._closed:
+            self._address = self._told.get()
+        give_up_at = math.inf
         while not self._closed:
-            if self._sent(message):
+            problem = self._send(message)
+            if problem is None:
                 return True
-            if not self._led_on:
+            now = time.monotonic()
+            give_up_at = min(give_up_at, now + self._patience_s)
+            if now >= give_up_at and not self._closed:
                 self._closed = True
+                print(
+                    f"resihp: this node's measurements don't reach the coordinator any more ({problem}); slow workers "
+                    "of this node are not found",
+                    file=sys.stderr, flush=True,
+                )  # fmt: skip
+            self._await_address()
+        return False
+
+    def _send(self, message: bytes) -> Exception | None:
+        """Returns what has gone wrong."""
+        try:
+            if self._socket is None or self._session is None:
+                assert self._address is not None
+                self._socket, self._session = enter(self._address, self._secret, PURPOSE, 0, CONNECT_S)
+                self._socket.settimeout(None)
+            self._socket.sendall(self._session.seal(message))
+            return None
+        except (OSError, StoreError) as error:
             if self._socket is not None:
                 self._socket.close()
             self._socket = self._session = None
-        return False
+            return error
 
-    def _sent(self, message: bytes) -> bool:
+    def _await_address(self) -> None:
+        """Wait for a new one for a moment."""
         try:
-            if self._socket is None or self._session is None:
-                address = self._address.get()
-                if address is None:
-                    return False
-                self._socket, self._session = enter(address, self._secret, PURPOSE, 0, CONNECT_S)
-                self._socket.settimeout(None)
-            self._socket.sendall(self._session.seal(message))
-            return True
-        except (OSError, StoreError):
-            return False
+            self._address = self._told.get(timeout=AGAIN_S) or self._address
+        except queue.Empty:
+            pass
 
     def close(self) -> None:
         """Make a thread that waits in `deliver` return."""
         self._closed = True
-        self._address.put(None)
+        self._told.put(None)
         self._hang_up()
 
     def _hang_up(self) -> None:

@@ -101,6 +101,8 @@ def reserve(host: str, port: int) -> socket.socket:
     keep_alive(listener)  # What it accepts inherits that.
     try:
         listener.bind((found[0], port))
+        # Until it is listened at, another process that sets this, too, could take the port (`gate.Gate` sets it again).
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRNOTAVAIL:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_resihp.control.head.detection import Detection
+from megatron_resihp.control.transport import shipping
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.secret import fresh_secret
 from megatron_resihp.control.transport.shipping import LARGEST, LENGTH, Frames, Inbox, Outbox, Relay, Uplink
@@ -153,6 +154,35 @@ def test_records_of_other_nodes_come_over_tcp() -> None:
     far.close(WAIT_S)
     uplink.close()
     near.close(WAIT_S)
+
+
+def test_a_lost_connection_to_the_coordinator_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipping, "AGAIN_S", 0.01)
+    uplink, listener = Uplink(SECRET), reserve("127.0.0.1", 0)
+    address = Address("127.0.0.1", listener.getsockname()[1])
+    uplink.connect(address)
+    for number in range(2):
+        sink = Sink()
+        near = Relay(SECRET, reserve(*address) if number else listener)
+        near.start(sink.deliver)
+        messages = [f"{number}.{each}".encode() for each in range(3)]
+        assert all(uplink.deliver(message) for message in messages)
+        # The first one after the loss may have gone to nobody: the kernel takes it before it knows.
+        assert sink.take(2)[-1] in messages
+        near.close(WAIT_S)
+    uplink.close()
+
+
+def test_a_coordinator_that_takes_no_measurements_is_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shipping, "AGAIN_S", 0.01)
+    with reserve("127.0.0.1", 0) as nobody:
+        uplink = Uplink(SECRET, reconnect_s=0.03)
+        uplink.connect(Address("127.0.0.1", nobody.getsockname()[1]))
+        assert not uplink.deliver(b"record") and not uplink.deliver(b"record")
+    [line] = capsys.readouterr().err.splitlines()
+    assert "this node's measurements don't reach the coordinator any more" in line and "refused" in line
 
 
 def test_a_lost_coordinator_ends_the_relay_and_not_the_worker(pair: Any) -> None:

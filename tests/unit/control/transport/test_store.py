@@ -13,7 +13,7 @@ from served import Served, serving
 
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.secret import fresh_secret
-from megatron_resihp.control.transport.store import StoreError, reserve, wait_until_reachable
+from megatron_resihp.control.transport.store import StoreError, TakenError, reserve, wait_until_reachable
 from megatron_resihp.control.transport.store_client import StoreClient, connect
 from megatron_resihp.control.transport.store_wire import MAX_VALUE_BYTES
 
@@ -162,6 +162,12 @@ def test_a_reserved_port_is_served_later() -> None:
     server.join(LONG_S)
     assert served[0].connect().get("key", SHORT_S) == "value"
     served[0].close()
+
+
+def test_a_port_that_is_reserved_is_nobody_elses() -> None:
+    """A standby serves it days later."""
+    with reserve("127.0.0.1", 0) as listener, pytest.raises(TakenError):
+        reserve("127.0.0.1", listener.getsockname()[1])
 
 
 def test_a_port_is_free_again_when_the_store_is_closed(served: Served, store: StoreClient) -> None:

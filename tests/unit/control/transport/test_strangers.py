@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import os
 import queue
+import select
 import socket
 import struct
 import threading
@@ -39,7 +40,7 @@ from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.gate import Gate, RefusedSecretError, enter
 from megatron_resihp.control.transport.node_liveness import NodeWatcher
 from megatron_resihp.control.transport.secret import Secret, fresh_secret
-from megatron_resihp.control.transport.secure import ANSWER_BYTES, HELLO_BYTES, LENGTH, PROOF, VERSION
+from megatron_resihp.control.transport.secure import ANSWER_BYTES, HELLO_BYTES, LENGTH, PROOF, VERSION, Answer
 from megatron_resihp.control.transport.shipping import PURPOSE as RECORDS
 from megatron_resihp.control.transport.shipping import Relay
 from megatron_resihp.control.transport.store import StoreError, reserve
@@ -259,6 +260,50 @@ def test_few_wait_for_an_answer_however_many_come(doorkeeper: _Doorkeeper) -> No
     assert doorkeeper.gate.unanswered == gate.UNANSWERED
     for sock in crowd:
         sock.close()
+
+
+def test_all_nodes_of_a_large_job_may_come_at_once() -> None:
+    """They may share an address, behind one that translates them."""
+    secret, listener = fresh_secret(), reserve("127.0.0.1", 0)
+    address, nodes = Address("127.0.0.1", listener.getsockname()[1]), 4 * gate.UNANSWERED
+    watcher = NodeWatcher(listener, secret, JobSize(nodes, workers_per_node=1), 5.0, connect_by=100.0)
+    crowd = [socket.create_connection(address, timeout=WAIT_S) for _ in range(1, nodes)]
+    answers = [Answer(secret.key, "liveness", 64, node) for node in range(1, nodes)]
+    deadline = time.monotonic() + WAIT_S
+    while not all(_has_data(sock) for sock in crowd) and time.monotonic() < deadline:
+        watcher.look(1.0)
+    for sock, answer in zip(crowd, answers, strict=True):
+        sock.sendall(answer.to(sock.recv(HELLO_BYTES)))
+    while watcher.connected != set(range(1, nodes)) and time.monotonic() < deadline:
+        assert watcher.look(1.0) == []
+    assert len(watcher.connected) == nodes - 1
+    watcher.close()
+    for sock in crowd:
+        sock.close()
+
+
+def _has_data(sock: socket.socket) -> bool:
+    return bool(select.select([sock], [], [], 0.0)[0])
+
+
+def test_who_is_turned_away_because_too_many_came_tries_again() -> None:
+    secret, listener = fresh_secret(), socket.create_server(("127.0.0.1", 0))
+    address = Address("127.0.0.1", listener.getsockname()[1])
+
+    def serve() -> None:
+        for _ in range(2):
+            listener.accept()[0].close()
+        server = Served(listener, secret)
+        done.wait(WAIT_S)
+        server.close()
+
+    done = threading.Event()
+    thread = threading.Thread(target=serve)
+    thread.start()
+    sock, _ = gate.enter_in_time(address, secret, PURPOSE, LARGEST, WAIT_S)
+    sock.close()
+    done.set()
+    thread.join(WAIT_S)
 
 
 def test_a_crowd_from_one_host_does_not_turn_another_away(doorkeeper: _Doorkeeper) -> None:
