@@ -239,8 +239,9 @@ def _offered(options: LaunchOptions, run_dir: Path, address: Address, joined: bo
         if node < size.nodes and not joined:
             return returning.take(run_dir, node)
         return returning.await_offer(
-            run_dir, node, lambda: wait_until_reachable(address, STILL_THERE_S), options.connect_timeout_s, joined
-        )
+            run_dir, node, lambda: wait_until_reachable(_named(run_dir, address), STILL_THERE_S),
+            options.connect_timeout_s, joined,
+        )  # fmt: skip
     except returning.RefusedError as error:
         raise LaunchError(str(error)) from error
     except OSError as error:

@@ -16,6 +16,7 @@ from typing import Final
 from megatron_resihp.control import exit_codes, keys
 from megatron_resihp.control.node.mailbox import BrokenEpoch, Drained, Ending, GivenUp, coordinator_lost
 from megatron_resihp.control.slowness import Slowness
+from megatron_resihp.control.transport.gate import OtherProtocolError, RefusedSecretError
 from megatron_resihp.control.transport.lasting import LastingStore
 from megatron_resihp.control.transport.liveness import LivenessConnection
 from megatron_resihp.control.transport.reader import NoticeReader, Reader
@@ -76,7 +77,7 @@ class Link:
         self._on_end = on_end
         self._on_slowness = on_slowness
         self._on_letter = on_letter
-        self._letterhead, self._posted = secrets.token_hex(4), 0
+        self._letterhead, self._posted = f"agent {name}.{secrets.token_hex(4)}", 0
         self._letters: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._sent: list[str] = []
         """Where another coordinator may come, which folds what it knows of once."""
@@ -138,12 +139,15 @@ class Link:
             successor.push(keys.INBOX, letter)
 
     def _hear(self) -> None:
+        store: Store | None = None
         try:
             store = self._connect()
             self._term = store.term if isinstance(store, LastingStore) else None
             self._liveness = self._introduce(store, self._on_cut_off(store), False)
         except (StoreError, TimeoutError) as error:
-            self._on_end(Ending(exit_codes.REFUSED, str(error)))
+            refused = isinstance(error, RefusedSecretError | OtherProtocolError)
+            refused = refused or (store is not None and self._still_there(store))
+            self._on_end(Ending(exit_codes.REFUSED, str(error)) if refused else coordinator_lost(error))
             return
         self._belongs = True
         self._introduced.set()
@@ -165,6 +169,14 @@ class Link:
                     return
         except (StoreError, TimeoutError) as error:
             self._lost(error)
+
+    def _still_there(self, store: Store) -> bool:
+        """Whether the coordinator is, so that an error which it has led to would come again."""
+        try:
+            store.check(keys.RUN)
+        except StoreError:
+            return False
+        return not isinstance(store, LastingStore) or store.term == self._term
 
     def _on_cut_off(self, store: Store) -> Callable[[], None]:
         """What is done where the liveness connection is lost."""

@@ -41,7 +41,7 @@ class Channel:
         self._worker = worker
         self._lose = lose
         self._lock = threading.Lock()
-        self._name, self._told = secrets.token_hex(4), 0
+        self._name, self._told = f"{worker}.{secrets.token_hex(4)}", 0
         self._follows = isinstance(store, LastingStore) and store.term is not None
         self._kept: list[str] = []
         """Messages that may have been lost with a coordinator, each of which a later one folds once."""

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_resihp.control import exit_codes, keys
 from megatron_resihp.control.transport.store import StoreError
+from megatron_resihp.control.worker.channel import Channel
 from megatron_resihp.control.worker.client import WorkerControl
 from megatron_resihp.control.worker.errors import CoordinatorLost, EpochBroken, JobEnded
 from megatron_resihp.control.worker.heard import NOTICE_S
@@ -200,3 +201,18 @@ def test_who_has_never_answered_is_not_taken_for_lost(monkeypatch: pytest.Monkey
     knocks = iter(([2, 3, 4], [4], [2, 3, 4]))
     monkeypatch.setattr("megatron_resihp.control.worker.doors.unreachable", lambda doors: next(knocks))
     assert [control.doors.silent((1, 2, 3, 4)) for _ in range(3)] == [[], [], [2, 3]]
+
+
+def test_no_two_workers_give_a_message_the_same_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the second one the coordinator would think that it came twice. Thousands of workers draw some token alike."""
+    monkeypatch.setattr("secrets.token_hex", lambda size: "a" * 2 * size)
+    texts = []
+
+    class Store(Published):
+        def push(self, queue: str, item: str) -> None:
+            texts.append(item)
+
+    for worker in (1, 2):
+        channel = Channel(Store(), worker, lambda why: JobEnded(1, why))  # type: ignore[arg-type]
+        channel.tell(TrainingFinished(worker, 3))
+    assert len({MESSAGES.read(text).id for text in texts}) == 2
