@@ -31,7 +31,7 @@ from megatron_resihp.control.head.headquarters import Headquarters, Job
 from megatron_resihp.control.node.agent import Agent
 from megatron_resihp.control.node.environment import JobEnvironment, warnings_of
 from megatron_resihp.control.node.link import Link
-from megatron_resihp.control.node.mailbox import Ending, Mailbox
+from megatron_resihp.control.node.mailbox import Ending, Mailbox, signals_while_waiting
 from megatron_resihp.control.node.orphan_reaper import OrphanReaper
 from megatron_resihp.control.node.output import Outputs
 from megatron_resihp.control.node.processes import Processes
@@ -111,13 +111,14 @@ def refuse(problem: str) -> int:
 
 def _launch(options: LaunchOptions, spawn: Spawn, make_event_sink: MakeEventSink) -> int:
     with ExitStack() as stack:
+        stack.enter_context(signals_while_waiting())
         take = take_over if options.standby else take_seat
         seat = take(options, make_event_sink, stack)
         outputs = Outputs(options.logs, seat.run_dir / "logs", sys.stdout)
         mailbox = stack.enter_context(closing(Mailbox()))
         stack.enter_context(mailbox.signals())
         watcher = stack.enter_context(closing(Watcher(options.heartbeat_timeout_s, options.notice_timeout_s)))
-        relay = Relay(seat.secret, seat.records)
+        relay = Relay(seat.secret, seat.records, seat.size.most_nodes)
         reaper = stack.enter_context(closing(OrphanReaper()))
         _announce(options, seat)
         try:
@@ -315,9 +316,10 @@ def _finish(seat: Seat, ending: Ending) -> None:
     elif not ending.agreed:
         say(f"resihp: {ending.reason}")
     if seat.sink is not None:
-        seat.sink.finish()
+        # First: to read a long log takes longer than a cluster may give.
         if seat.holds():
             _tell_result(seat.run_dir, ending.code)
+        seat.sink.finish()
 
 
 def _tell_last_save(run_dir: Path, since: float) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import signal
 import socket
+import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Final
+from typing import Final, NoReturn
 
 from megatron_resihp.control import exit_codes
 from megatron_resihp.control.linux import HANDLED
@@ -77,6 +78,29 @@ class BrokenEpoch:
 Letter = Ending | GivenUp | Drained | BrokenEpoch
 
 
+@contextmanager
+def signals_while_waiting() -> Iterator[None]:
+    """Before there are workers: a signal to end ends this process in order, by SystemExit; those that only mean a job
+    that runs are ignored. Only for the main thread."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        print(f"resihp: ended by {signal.Signals(number).name} before it had begun", file=sys.stderr, flush=True)
+        raise SystemExit(exit_codes.stopped_by(number))
+
+    ignored = (signal.SIGUSR1, signal.SIGUSR2)
+    before = {n: signal.signal(n, signal.SIG_IGN if n in ignored else end) for n in _handled()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _handled() -> list[signal.Signals]:
+    """Under nohup the job outlives the terminal."""
+    return [n for n in HANDLED if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+
+
 class Mailbox:
     """Letters from any thread and signals from their handlers; whatever comes makes `fileno` readable."""
 
@@ -116,9 +140,7 @@ class Mailbox:
     @contextmanager
     def signals(self) -> Iterator[None]:
         """Have signals delivered here; only for the main thread."""
-        # Under nohup the job outlives the terminal.
-        handled = [n for n in HANDLED if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
-        before = {number: signal.signal(number, self._handle) for number in handled}
+        before = {number: signal.signal(number, self._handle) for number in _handled()}
         # A child that is stopped or continued is looked at, at once. And where this signal is ignored, as under some
         # process managers, children vanish before any code can ask for their end.
         before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: self._wake())
