@@ -13,7 +13,8 @@ import signal
 import socket
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -122,6 +123,13 @@ def shared_memory_of_group(leader: int) -> list[Path]:
         theirs = {number for pid in members if _is_in_group(pid, leader) for number in _semaphores_of(pid)}
         found += [semaphores[number] for number in sorted(theirs & semaphores.keys())]
     return found
+
+
+def free_shared_memory(paths: Iterable[Path]) -> None:
+    """Remove what is ours of that: another user may have something of such a name there."""
+    for path in paths:
+        with suppress(OSError):
+            path.unlink()
 
 
 def _inode_of(path: Path) -> int:

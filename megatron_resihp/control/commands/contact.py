@@ -29,7 +29,8 @@ from megatron_resihp.protocol.wire import MalformedError
 
 FILE_NAME: Final = leaders.FILE_NAME
 CONNECT_S: Final = 5.0
-ANSWER_S: Final = 10.0
+ANSWER_S: Final = 90.0
+"""The coordinator may be waiting for a planner (30 s), or for etcd (60 s)."""
 ADDED_TO: Final = Tolerance(unknown=True)
 """The file names its owner, too; a token that was made up here is none."""
 
@@ -139,7 +140,8 @@ def ask(store: Store, request: WordOfCommand | SlowdownRequest, sender: str) -> 
     try:
         answer = ANSWERS.read(store.get(key, ANSWER_S)).body
     except TimeoutError:
-        raise TimeoutError(f"the coordinator did not answer within {ANSWER_S:g} s; is the job ending?") from None
+        said = f"the coordinator did not answer within {ANSWER_S:g} s; it may still do what was asked"
+        raise TimeoutError(said) from None
     except MalformedError as error:
         raise StoreError(str(error)) from None
     store.delete(key)

@@ -40,6 +40,10 @@ class Page:
         # Last: what is counted can be read.
         NOTED.pack_into(self._memory, 0, self._noted)
 
+    def close(self) -> None:
+        """Once the worker has ended."""
+        self._memory.close()
+
 
 class Watch:
     """Looks for stops of one child, whose end other code waits for."""
@@ -57,6 +61,10 @@ class Watch:
             elif self._stopped_at is not None:
                 self._page.note((self._stopped_at, now))
                 self._stopped_at = None
+
+    def close(self) -> None:
+        """Once the child has ended: nothing is noted any more."""
+        self._page.close()
 
     def _change(self) -> int | None:
         try:

@@ -103,10 +103,9 @@ class Outputs:
                 for key, _ in selector.select(LOOK_S):
                     if not self._pass_on(key.data):
                         selector.unregister(key.fileobj)
+                        _close(key.data)
         for stream in self._streams.values():
-            for number in (stream.pipe, stream.file):
-                if number is not None:
-                    os.close(number)
+            _close(stream)
 
     def _pass_on(self, stream: _Stream) -> bool:
         """Read some output; returns whether there is more to come."""
@@ -130,6 +129,13 @@ class Outputs:
         except (OSError, ValueError):
             # The reader of our output is gone; the job goes on.
             self._terminal = None
+
+
+def _close(stream: _Stream) -> None:
+    for number in (stream.pipe, stream.file):
+        if number is not None:
+            os.close(number)
+    stream.pipe = stream.file = None
 
 
 def _tail(path: Path, starts_at: int) -> list[bytes]:

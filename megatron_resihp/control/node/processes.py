@@ -100,9 +100,9 @@ class Processes:
         self._gone.append(worker)
         self._selector.unregister(worker.pidfd)
         os.close(worker.pidfd)
+        worker.absences.close()
         self._watcher.cut(worker.number)
-        for path in memory:
-            path.unlink(missing_ok=True)
+        linux.free_shared_memory(memory)
 
     def give_up(self, worker: Worker) -> None:
         """Cut off a worker that is dead to the others: it must end as soon as it runs again, and no peer may wait."""

@@ -28,6 +28,7 @@ from megatron_resihp.control.replanning.planners import Planners
 from megatron_resihp.control.replanning.policy import ACT, ASK, Action, AskPlanner, Policy, Recommend, Settings
 from megatron_resihp.control.replanning.proposals import Proposal, Proposals
 from megatron_resihp.control.replanning.trial import Outcome
+from megatron_resihp.control.terminal import warn
 from megatron_resihp.events import replanning as told
 from megatron_resihp.events.bus import EventBus
 from megatron_resihp.events.detection import Verdict
@@ -76,6 +77,7 @@ class Replanner:
         """What the policy asks for, once it has heard all that there is."""
         self._to_take_in = False
         """Whether joining workers may have work in a plan that is made now."""
+        self._failed = False
         self._news: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="resihp-policy", daemon=True)
         self._thread.start()
@@ -85,7 +87,8 @@ class Replanner:
         """Called in any thread."""
         if isinstance(event, Verdict):
             self._speeds.note(event)
-        self._news.put(event)
+        if not self._failed:
+            self._news.put(event)
 
     def close(self, timeout_s: float) -> None:
         """End thread and processes."""
@@ -101,6 +104,7 @@ class Replanner:
                     pass
         except Exception as error:
             # Whatever it is, training goes on without changes by choice.
+            self._failed = True
             traceback.print_exc()
             self._tell(told.PolicyFailed(error=f"{type(error).__name__}: {error}"))
 
@@ -189,11 +193,18 @@ class Replanner:
         }  # fmt: skip
         if found.act == ACT:
             self._order(PlanRequest(found.plan.to_dict(), found.why))
-        elif found.act == ASK:
-            path = self._proposals.write(Proposal(**numbers, plan=found.plan))
+        elif found.act == ASK and (path := self._written(Proposal(**numbers, plan=found.plan))) is not None:
             self._tell(told.Proposal(**numbers, path=str(path)))
         else:
             self._tell(told.WouldChange(**numbers, plan=found.plan.to_dict()))
+
+    def _written(self, proposal: Proposal) -> Path | None:
+        """Where it was written; None: a full disk, perhaps, keeps nobody from making later plans."""
+        try:
+            return self._proposals.write(proposal)
+        except OSError as error:
+            warn(f"resihp: a proposal can't be written: {error}")
+            return None
 
     def _tell(self, event: Event) -> None:
         self._bus.publish(stamped(event, time.time()))

@@ -17,6 +17,7 @@ from megatron_resihp.control.linux import (
     SHARED_MEMORY,
     RunDelay,
     available_memory,
+    free_shared_memory,
     kill_group,
     shared_memory_of_group,
 )
@@ -112,3 +113,11 @@ def test_semaphores_of_a_group_are_found() -> None:
         own.unlink()
     for path in {path for paths in found for path in paths}:
         path.unlink(missing_ok=True)
+
+
+def test_what_is_not_ours_stays(tmp_path: Path) -> None:
+    ours, not_ours, gone = tmp_path / "torch_1_1", tmp_path / "torch_1_2", tmp_path / "torch_1_3"
+    ours.touch()
+    not_ours.mkdir()
+    free_shared_memory([not_ours, gone, ours])
+    assert list(tmp_path.iterdir()) == [not_ours]

@@ -36,6 +36,15 @@ def looked_until(watch: Watch, seen: Seen, count: int) -> list[absences.Absence]
     return found
 
 
+def test_the_page_of_a_worker_that_has_ended_is_not_kept(child: int) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    page = Page()
+    watch = Watch(child, page)
+    os.close(page.fd)
+    watch.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_stops_of_a_child_are_noted(child: int) -> None:
     page = Page()
     watch, seen = Watch(child, page), Seen(page.fd)

@@ -18,6 +18,7 @@ from megatron_resihp.control.coordination.state_machine.membership import Member
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.replanning import planners
 from megatron_resihp.control.replanning.inventory import Survivors
+from megatron_resihp.control.replanning.proposals import PROPOSALS
 from megatron_resihp.control.replanning.replanner import Replanner
 from megatron_resihp.events import replanning as policy_events
 from megatron_resihp.events.bus import EventBus
@@ -113,6 +114,7 @@ class Desk:
     """
 
     def __init__(self, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.run_dir = run_dir
         self.asked: queue.Queue[PlannerRequest] = queue.Queue()
         self.asked_ahead: queue.Queue[PlannerRequest] = queue.Queue()
         self.rehearsed: queue.Queue[Sequence[PlannerRequest]] = queue.Queue()
@@ -178,6 +180,18 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
 
 def without(*lost: int) -> dict[int, float]:
     return {worker: 1.0 for worker in range(4) if worker not in lost}
+
+
+def test_a_proposal_that_cant_be_written_is_told_nevertheless(desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
+    """A full disk, perhaps. Later plans are made."""
+    told: queue.Queue[Event] = queue.Queue()
+    desk.bus.subscribe(told.put, policy_events.WouldChange)
+    (desk.run_dir / PROPOSALS).write_text("not a directory")
+    desk.answer_ahead = desk.answer = lambda request: found(NEXT, iteration_s=0.5)
+    desk.train(PLAN, act="ask", seconds_between_changes=0.0)
+    desk.bus.publish(verdict(0))
+    assert told.get(timeout=WAIT_S).plan == NEXT.to_dict()  # type: ignore[attr-defined]
+    assert "a proposal can't be written" in capsys.readouterr().err
 
 
 def test_a_coordinators_question_was_asked_ahead(desk: Desk) -> None:
