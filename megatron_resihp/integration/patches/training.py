@@ -24,7 +24,7 @@ from megatron_resihp.integration.patches import (
 from megatron_resihp.integration.patches.experts import expert_metrics, router_parts, sharing
 from megatron_resihp.integration.releases import Release
 from megatron_resihp.integration.runtime import Runtime
-from megatron_resihp.integration.saves import finishing, handing_over
+from megatron_resihp.integration.saves import finishing, handing_over, removing
 from megatron_resihp.integration.state import expert_biases, reshardable
 
 TRAINING = "megatron.training.training"
@@ -148,6 +148,12 @@ def training_patches(runtime: Runtime, release: Release) -> list[Patch]:
             handing_over.wrap_schedule_async_save,
             ("async_request",),
             "a writer that is killed leaves no memory of the device behind",
+        ),
+        Patch(
+            "megatron.training.checkpointing:cleanup_old_non_persistent_checkpoint",
+            removing.wrap_cleanup,
+            ("save_dir", "leave_ckpt_num", "do_async"),
+            "keeps the last whole one beside a newer one that is not",
         ),
         Patch(
             f"{TRAINING}:maybe_finalize_async_save",
