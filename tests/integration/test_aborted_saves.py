@@ -37,3 +37,15 @@ def test_a_non_persistent_save_that_is_cut_short_costs_no_whole_one(jobs: Jobs, 
     check_training(job.wait(), jobs.reference(tiny(**PIPELINE | {"train_iters": 5}), workers=4))
     assert begun(job) == [2, 4, 4, 5] and told(job) == [2, 4, 5]
     assert kept(directory / "non_persistent") == [2, 4] and tracker(directory / "non_persistent") == 4
+
+
+def test_a_save_that_has_ended_is_not_made_again_though_a_worker_died_before_any_saw_it(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    """Written again, it would be incomplete for a while, and it is the one that the tracker names."""
+    directory = tmp_path / "saved"
+    saving = SAVING | {"save": directory, "save_interval": 4}
+    job = jobs.run(tiny(**PIPELINE, **saving), workers=4, script=SCRIPT, wishes=["die-4-1"])
+    check_training(job, jobs.reference(tiny(**PIPELINE), workers=4))
+    assert [death.worker for death in job.summary.deaths] == [1]
+    assert begun(job) == told(job) == kept(directory) == [4, 6]

@@ -249,11 +249,15 @@ def wrap_save_checkpoint_and_time(runtime: Runtime, original: Callable[..., Any]
 
 
 def _is_there(runtime: Runtime, path: str, iteration: int) -> bool:
-    """Whether this checkpoint is whole already. After a recovery whoever logs then may have to tell W&B of it."""
-    there = runtime.saves.is_there(path, iteration)
-    if there and iteration == runtime.saves.repeated:
+    """Whether this checkpoint is whole already. After a recovery whoever logs then may have to tell of it."""
+    saves = runtime.saves
+    there = saves.is_there(path, iteration)
+    if there and iteration == saves.repeated:
         name = get_checkpoint_name(path, iteration, return_base_dir=True)
         runtime.log.note_saved(name, get_checkpoint_tracker_filename(path), path, iteration)
+        if runtime.view.reports and not saves.is_known(path, iteration):
+            runtime.control.event(Checkpoint(iteration=iteration, path=path))
+        saves.made(path, iteration)
     return there
 
 
@@ -265,6 +269,7 @@ def _saving(runtime: Runtime, iteration: int, non_persistent: bool) -> Iterator[
     path = directory_of_saves(args, non_persistent)
     if not non_persistent:
         saves.lost = False
+    saves.begun(path, iteration)
     args.data_parallel_size = data_parallel_of(runtime.view.plan)
     try:
         with waited_for(control.heard, control.tell, control.worker, most_s), runtime.mode.state.saving() as used:

@@ -2,8 +2,8 @@
 """Saves that have been begun and are not whole yet: what becomes of them when an epoch ends.
 
 All or nothing: a save that is under way when an epoch breaks is dropped whole, since a dead worker's files are missing,
-and another one follows the next step. Before a change by choice it is finished. May import megatron, `events` and
-this package's `writer`.
+and another one follows the next step. Before a change by choice it is finished. May import megatron, `control`,
+`events` and this package's `writer`.
 """
 
 import os
@@ -17,9 +17,9 @@ from megatron.training.checkpointing import (
     _NON_PERSISTENT_CKPT_SUBDIR,
     finalize_deletion_processes,
     get_checkpoint_name,
-    get_checkpoint_tracker_filename,
 )
 
+from megatron_resihp.control.worker.saved_state import latest_in
 from megatron_resihp.events.training import Checkpoint
 from megatron_resihp.integration.saves.writer import Writer
 
@@ -41,6 +41,7 @@ class Saves:
         self.lost = False
         self.incomplete: list[Checkpoint] = []
         self.repeated: int | None = None
+        self._begun: dict[str, int] = {}
         self._whole: dict[str, int] = {}
 
     @property
@@ -48,19 +49,33 @@ class Saves:
         """Whether a save is to make up for one that was dropped."""
         return self.lost and self.writer.is_ready
 
+    def begun(self, path: str, iteration: int) -> None:
+        """This worker begins a save. If the tracker in `path` comes to name it, it has ended.
+
+        Where the tracker names it already, as in a job that was taken back to an earlier iteration, that says nothing.
+        """
+        if not _names(path, iteration):
+            self._begun[path] = iteration
+
     def made(self, path: str, iteration: int) -> None:
         """This worker has seen a save end: all have written their parts, and the tracker in `path` names it."""
         self._whole[path] = iteration
+
+    def is_known(self, path: str, iteration: int) -> bool:
+        """Whether this worker has seen it end."""
+        return self._whole.get(path) == iteration
 
     def is_there(self, path: str, iteration: int) -> bool:
         """Whether this checkpoint is whole already; all working workers ask together.
 
         It would be overwritten, and be incomplete meanwhile though it is the one that a later job loads. In the epoch
-        of the save all have seen it end, or none has. After a recovery some may have.
+        of the save all have seen it end, or none has. After a recovery some may have. Or only the tracker says so: a
+        worker died before the last one had seen it written.
         """
-        own = self._whole.get(path) == iteration
+        own = self.is_known(path, iteration)
         if iteration != self.repeated:
             return own
+        own = own or (self._begun.get(path) == iteration and _names(path, iteration))
         seen = torch.tensor([own], dtype=torch.int, device="cuda")
         dist.all_reduce(seen, op=dist.ReduceOp.MAX)
         return bool(seen.item())
@@ -78,7 +93,7 @@ class Saves:
         # What has left the writer's queue was written by all, and some may have seen it end.
         popped = len(self.under_way) - self.writer.calls
         for save in self.under_way[:popped]:
-            if _is_named(save):
+            if _names(save.path, save.iteration):
                 self.made(save.path, save.iteration)
         self.incomplete += self.under_way[popped:]
         self.lost = self.lost or bool(self.under_way)
@@ -94,12 +109,9 @@ class Saves:
         self.incomplete = []
 
 
-def _is_named(save: Checkpoint) -> bool:
-    """Whether the tracker names it, which Megatron writes after all else."""
-    try:
-        return Path(get_checkpoint_tracker_filename(save.path)).read_text().strip() == str(save.iteration)
-    except OSError:
-        return False
+def _names(path: str, iteration: int) -> bool:
+    """Whether the tracker names this checkpoint. Megatron writes it after all else."""
+    return latest_in(Path(path)) == iteration
 
 
 def directory_of_saves(args: Any, non_persistent: bool) -> str:

@@ -29,3 +29,14 @@ def test_the_wait_for_a_busy_writer_ends_with_the_epoch(monkeypatch: pytest.Monk
 
 def test_a_save_is_not_waited_for_where_none_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     save(monkeypatch, under_way=0).assert_called_once()
+
+
+@pytest.mark.parametrize(("is_known", "told"), [(False, 1), (True, 0)])
+def test_the_log_names_a_checkpoint_that_is_not_made_again_once(is_known: bool, told: int) -> None:
+    """Whoever reports has said so as it saw the save end, unless the epoch broke before."""
+    runtime, megatron = MagicMock(), MagicMock()
+    runtime.job.args.save = "saved"
+    runtime.saves.repeated, runtime.saves.is_known.return_value = 4, is_known
+    loop.wrap_save_checkpoint_and_time(runtime, megatron)(4)
+    megatron.assert_not_called()
+    assert [call.args[0].iteration for call in runtime.control.event.call_args_list] == [4] * told

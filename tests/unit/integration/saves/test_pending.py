@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_resihp.control.worker.saved_state import TRACKER
 from megatron_resihp.events.training import Checkpoint
 from megatron_resihp.integration.saves.pending import Saves, directory_of_saves
 
@@ -91,13 +92,8 @@ def test_where_non_persistent_saves_are(given: str | None, expected: str) -> Non
     assert directory_of_saves(args, non_persistent=False) == "out"
 
 
-@pytest.mark.parametrize(
-    ("own", "others", "expected"), [(4, False, True), (2, True, True), (2, False, False), (None, False, False)]
-)
-def test_a_save_that_some_worker_has_seen_end_is_not_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: int | None, others: bool, expected: bool
-) -> None:
-    """All ask in the iteration that they repeat, and in no other: asking is a collective."""
+def answer(monkeypatch: pytest.MonkeyPatch, others: bool) -> list[Any]:
+    """The others' answer when all ask each other; returns how often they do."""
     plain, asked = torch.tensor, []
 
     def all_reduce(seen: torch.Tensor, op: Any) -> None:
@@ -106,6 +102,17 @@ def test_a_save_that_some_worker_has_seen_end_is_not_made_again(
 
     monkeypatch.setattr(torch, "tensor", lambda values, dtype, device: plain(values, dtype=dtype))
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "expected"), [(4, False, True), (2, True, True), (2, False, False), (None, False, False)]
+)
+def test_a_save_that_some_worker_has_seen_end_is_not_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: int | None, others: bool, expected: bool
+) -> None:
+    """All ask in the iteration that they repeat, and in no other: asking is a collective."""
+    asked = answer(monkeypatch, others)
     saves = saves_of(tmp_path)
     if own is not None:
         saves.made("out", own)
@@ -113,6 +120,25 @@ def test_a_save_that_some_worker_has_seen_end_is_not_made_again(
     saves.repeated = 4
     assert not saves.is_there("out", 5) and not asked
     assert saves.is_there("out", 4) is expected and len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [("2", "4", True), (None, "4", True), ("2", "2", False), ("4", "4", False), (None, None, False)],
+    ids=["it has ended", "the first has ended", "cut short", "cut short in a job that was taken back", "the first cut"],
+)
+def test_a_save_that_nobody_has_seen_end_has_ended_once_the_tracker_has_come_to_name_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str | None, after: str | None, expected: bool
+) -> None:
+    answer(monkeypatch, others=False)
+    saves = saves_of(tmp_path)
+    if before is not None:
+        (tmp_path / TRACKER).write_text(before)
+    saves.begun(str(tmp_path), 4)
+    if after is not None:
+        (tmp_path / TRACKER).write_text(after)
+    saves.repeated = 4
+    assert saves.is_there(str(tmp_path), 4) is expected
 
 
 def test_a_non_persistent_save_is_no_other_one(tmp_path: Path) -> None:
@@ -123,7 +149,7 @@ def test_a_non_persistent_save_is_no_other_one(tmp_path: Path) -> None:
 
 def test_a_save_that_the_tracker_names_is_whole_though_its_epoch_broke_then(tmp_path: Path) -> None:
     saves = saves_of(tmp_path, 2, 4)
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    (tmp_path / TRACKER).write_text("2")
     saves.writer.calls = 1
     saves.drop()
     assert saves.is_there(str(tmp_path), 2) and not saves.is_there(str(tmp_path), 4)
