@@ -14,6 +14,7 @@ from typing import Final
 from megatron_resihp.control import exit_codes
 from megatron_resihp.control.worker.saved_state import (
     DIRECTORY,
+    NON_PERSISTENT,
     TRACKER,
     files_of_parameters,
     flags,
@@ -42,7 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="of the job; may be one that has not begun")
     parser.add_argument(
-        "--newer-than", type=Path, metavar="CHECKPOINTS", help="only a state of a later iteration than the last here"
+        "--newer-than",
+        type=Path,
+        metavar="CHECKPOINTS",
+        help="only a state of a later iteration than the last here, non-persistent ones included",
     )
     parser.add_argument(
         "--flags", action="store_true", help="print Megatron's flags, one a line, or nothing, and end with 0"
@@ -52,21 +56,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(namespace: argparse.Namespace) -> int:
     """Do what the parsed arguments ask; the exit code is 0, 1 if there is nothing to go on from, 2 if nobody knows."""
     found = newest_state(namespace.run_dir)
-    last = latest_in(namespace.newer_than) if namespace.newer_than is not None else None
-    if found is not None and last is None and namespace.newer_than is not None and not _is_empty(namespace.newer_than):
-        tracker = namespace.newer_than / TRACKER
-        print(f"resihp: {tracker} can't be read, so nobody knows which state is newer; mend it", file=sys.stderr)
-        return exit_codes.REFUSED
-    if found is not None and last is not None and found[1] <= last:
-        return _nothing(namespace, f"{namespace.newer_than} has iteration {last:,}, survivors saved {found[1]:,}")
     if found is None:
-        partial = last_save(namespace.run_dir, since=0.0)
-        if partial is None:
-            partial_or_none = f"{namespace.run_dir / DIRECTORY} holds no complete state that can be loaded"
-            by_parameter = files_of_parameters(namespace.run_dir)
-            more = f"; make a checkpoint of it with resihp emergency {namespace.run_dir}" if by_parameter else ""
-            return _nothing(namespace, partial_or_none + more)
-        return _nothing(namespace, partial.told(namespace.run_dir))
+        return _nothing(namespace, _why_none(namespace.run_dir))
+    for checkpoints in _checkpoints(namespace.newer_than):
+        last = latest_in(checkpoints)
+        if last is None and not _is_empty(checkpoints):
+            tracker = checkpoints / TRACKER
+            print(f"resihp: {tracker} can't be read, so nobody knows which state is newer; mend it", file=sys.stderr)
+            return exit_codes.REFUSED
+        if last is not None and found[1] <= last:
+            return _nothing(namespace, f"{checkpoints} has iteration {last:,}, survivors saved {found[1]:,}")
     directory, iteration = found
     words = flags(directory)
     if namespace.flags:
@@ -75,6 +74,21 @@ def run(namespace: argparse.Namespace) -> int:
     else:
         print(f"the state after iteration {iteration:,} is saved, all of it; go on from it with {' '.join(words)}")
     return 0
+
+
+def _checkpoints(directory: Path | None) -> tuple[Path, ...]:
+    """Where a later start without the survivors' state finds what it goes on from."""
+    return () if directory is None else (directory, directory / NON_PERSISTENT)
+
+
+def _why_none(run_dir: Path) -> str:
+    """Why a start can't load anything of what survivors have saved, in one line."""
+    partial = last_save(run_dir, since=0.0)
+    if partial is not None:
+        return partial.told(run_dir)
+    by_parameter = files_of_parameters(run_dir)
+    more = f"; make a checkpoint of it with resihp emergency {run_dir}" if by_parameter else ""
+    return f"{run_dir / DIRECTORY} holds no complete state that can be loaded{more}"
 
 
 def _is_empty(checkpoints: Path) -> bool:

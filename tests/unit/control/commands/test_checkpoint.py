@@ -54,13 +54,29 @@ def test_a_script_loads_only_what_is_newer_than_the_last_checkpoint(
     assert call(*asked) == (0 if is_newer else NOTHING)
 
 
+@pytest.mark.parametrize(
+    ("persistent", "non_persistent", "is_newer"), [(4, 8, True), (4, 9, False), (9, 6, False), (None, 12, False)]
+)
+def test_a_state_replaces_no_newer_non_persistent_checkpoint(
+    tmp_path: Path, persistent: int | None, non_persistent: int, is_newer: bool
+) -> None:
+    """Megatron would load that one: the newest of both kinds."""
+    state(tmp_path / "run" / DIRECTORY, 9)
+    state(tmp_path / "checkpoints" / "non_persistent", non_persistent)
+    if persistent is not None:
+        state(tmp_path / "checkpoints", persistent)
+    assert call(tmp_path / "run", "--newer-than", tmp_path / "checkpoints") == (0 if is_newer else NOTHING)
+
+
 @pytest.mark.parametrize("flags", [(), ("--flags",)])
+@pytest.mark.parametrize("kind", ["", "non_persistent"])
 def test_nothing_is_chosen_where_the_last_checkpoint_is_not_known(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], kind: str
 ) -> None:
     """A power failure may leave an empty tracker. An old state of survivors' must not replace what is there."""
     state(tmp_path / "run" / DIRECTORY, 5)
-    state(tmp_path / "checkpoints", "")
+    state(tmp_path / "checkpoints", 4)
+    state(tmp_path / "checkpoints" / kind, "")
     assert call(tmp_path / "run", "--newer-than", tmp_path / "checkpoints", *flags) == exit_codes.REFUSED
     said = capsys.readouterr()
     assert not said.out and said.err.count("\n") == 1 and "can't be read" in said.err
