@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ PIPELINE: dict[str, Any] = {"pipeline_model_parallel_size": 2}
 TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2}
 """Two replicas of two tensor-parallel ranks: workers 0 and 1, 2 and 3."""
 EVALUATION: dict[str, Any] = {"eval_interval": 2, "eval_iters": 1}
+
+OWN_DATA = Path(__file__).with_name("own_data_gpt.py")
 
 NIGHTLY = pytest.mark.nightly
 RECOVERY_POINTS = ("recovery-report", "recovery-rebuild", "recovery-ready")
@@ -71,6 +74,15 @@ def test_a_death_while_evaluating(jobs: Jobs, victim: int) -> None:
     reference = jobs.reference(tiny(**PIPELINE, **EVALUATION), workers=4)
     job = survive(jobs, f"kill:{victim}@4:evaluate", layout={**PIPELINE, **EVALUATION})
     assert evaluations(job) == evaluations(reference)
+
+
+@NIGHTLY
+def test_evaluation_goes_on_where_it_was_with_data_sets_of_a_user_s_own_class(jobs: Jobs) -> None:
+    """They don't say which is for what. After the death three replicas share four micro-batches."""
+    reference = jobs.reference(tiny(**EVALUATION), workers=4)
+    job = jobs.run(tiny(**EVALUATION, resihp_inject="kill:1@3:backward"), workers=4, script=OWN_DATA)
+    check_training(job, reference)
+    assert evaluations(job) == evaluations(reference) and len(evaluations(job)) == 3
 
 
 def evaluations(job: Job) -> dict[int, float]:

@@ -10,11 +10,11 @@ import ctypes
 import functools
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle
 from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.datasets.utils import Split
 
 from megatron_resihp.integration.runtime import Runtime
 
@@ -119,14 +119,18 @@ class Feed:
 
 
 def make_loader_builder(runtime: Runtime) -> Callable[[Any, int], Feed | None]:
-    """The replacement of build_pretraining_data_loader(dataset, consumed_samples)."""
-    consumed_names = {Split.train: "consumed_train_samples", Split.valid: "consumed_valid_samples", Split.test: None}
+    """The replacement of build_pretraining_data_loader(dataset, consumed_samples).
+
+    Megatron asks for loaders of training, validation and test in turns, again for each chunk of an interleaved
+    pipeline. Which it is, a data set of a user's own class may not say.
+    """
+    cursors = cycle(("consumed_train_samples", "consumed_valid_samples", None))
 
     def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> Feed | None:
+        consumed_name = next(cursors)
         if dataset is None:
             return None
-        split = getattr(dataset, "split", getattr(dataset, "index_split", Split.train))
-        feed = Feed(runtime, dataset, split in (Split.valid, Split.test), consumed_names[split])
+        feed = Feed(runtime, dataset, consumed_name != "consumed_train_samples", consumed_name)
         feed.rewind()
         runtime.feeds.append(feed)
         return feed

@@ -12,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
 
-from megatron_resihp.integration.patches.data import Feed, NumberedDataset, PlanSampler, wrap_query_sample
+from megatron_resihp.integration.patches.data import (
+    Feed,
+    NumberedDataset,
+    PlanSampler,
+    make_loader_builder,
+    wrap_query_sample,
+)
 from megatron_resihp.integration.probes.probe_clock import HostClock
 from megatron_resihp.integration.probes.probes import Probes
 from megatron_resihp.integration.progress import Progress
@@ -151,6 +157,26 @@ class TestFeed:
         feed.rewind()
         assert self.take(feed, 2) == [[103], [104]]
         assert runtime.progress.fed == []
+
+    @pytest.mark.parametrize("chunks", [1, 2], ids=["a chunk", "interleaved chunks"])
+    def test_each_split_has_its_cursor_whatever_class_its_data_set_is_of(
+        self, runtime: Any, dataset: Any, chunks: int
+    ) -> None:
+        """Megatron asks for loaders of the three splits in turns; a list does not say which split it is."""
+        build = make_loader_builder(runtime)
+        for _ in range(chunks):
+            for _ in ("train", "valid", "test"):
+                build(dataset, 0)
+        runtime.job.args.consumed_train_samples, runtime.job.args.consumed_valid_samples = 16, 6
+        for feed in runtime.feeds:  # as after a recovery
+            feed.rewind()
+        assert [self.take(feed, 1) for feed in runtime.feeds] == chunks * [[[118, 119]], [[107]], [[101]]]
+
+    def test_a_split_without_data_has_its_turn(self, runtime: Any, dataset: Any) -> None:
+        build = make_loader_builder(runtime)
+        assert build(dataset, 0) is not None and build(None, 0) is None
+        test = build(dataset, 0)
+        assert test is not None and self.take(test, 1) == [[101]], "not where validation would go on"
 
     def test_samples_keep_their_fields(self, dataset: Any) -> None:
         numbered = NumberedDataset(dataset)
