@@ -253,3 +253,24 @@ def test_survivors_of_a_plan_that_lost_state_name_it(jobs: Jobs, tmp_path: Path)
     [group] = found_groups(job.run_dir)
     assert group.iteration == 4 and {each.worker for each in group.files.values()} == {0, 1, 3}
     assert group.gaps == ("layers 4–5 TP rank 0 of 2",)
+
+
+@NIGHTLY
+@pytest.mark.parametrize(("loading", "script"), [(SHARED, FUSED), ({}, PRETRAIN)], ids=["with it", "without it"])
+def test_a_distributed_optimizer_is_saved_once_it_has_taken_a_step(
+    jobs: Jobs, tmp_path: Path, loading: dict[str, Any], script: Path
+) -> None:
+    """The first loss scales are too large in 16 bits. The save that is due meanwhile follows the first step."""
+    half = {"fp16": True, "accumulate_allreduce_grads_in_fp32": True, "initial_loss_scale": 2**28, "hysteresis": 1}
+    layout = MODEL | UNIFORM_LAYOUT | half
+    reference = jobs.reference(tiny(**layout), workers=4)
+    first = reference.summary.skipped_iterations + 1
+    saving = {"save": tmp_path / "saved", "save_interval": SAVED, "exit_interval": LATER}
+    job = jobs.run(tiny(**layout | SHARED | saving | change_to("TP 2 and 1", tmp_path, 2)), workers=4)
+    assert job.code == 0, job.tails()
+    assert SAVED < first < LATER and [event["iteration"] for event in job.events("checkpoint")] == [first, LATER]
+    assert any(f"does not save iteration {SAVED}" in job.log(worker) for worker in range(4))
+    job = jobs.run(tiny(**layout | loading, load=tmp_path / "saved", ckpt_step=first), workers=4, script=script)
+    assert job.code == 0, job.tails()
+    rest = {n: loss for n, loss in reference.summary.loss.items() if n > first}
+    assert job.summary.loss == pytest.approx(rest, rel=BF16.loss)

@@ -234,6 +234,9 @@ def wrap_save_checkpoint_and_time(runtime: Runtime, original: Callable[..., Any]
         runtime.reach("save")
         if _is_there(runtime, directory_of_saves(runtime.job.args, non_persistent_ckpt), iteration):
             return
+        if not runtime.mode.state.is_loadable():
+            _put_off(runtime, iteration)
+            return
         with runtime.probes.span(SpanKind.SAVE):
             if non_persistent_ckpt or runtime.saves.writer.calls:
                 # Megatron removes older checkpoints that are not persistent, and the newest may be under way. It also
@@ -259,6 +262,14 @@ def _is_there(runtime: Runtime, path: str, iteration: int) -> bool:
             runtime.control.event(Checkpoint(iteration=iteration, path=path))
         saves.made(path, iteration)
     return there
+
+
+def _put_off(runtime: Runtime, iteration: int) -> None:
+    """Save after the first step instead; until then each iteration asks for that anew."""
+    if runtime.view.reports and not runtime.saves.lost:
+        print(f"resihp: does not save iteration {iteration}, but the next one whose step isn't skipped: "
+              "without a step the distributed optimizer has nothing that can be loaded", flush=True)  # fmt: skip
+    runtime.saves.lost = True
 
 
 @contextmanager

@@ -54,6 +54,7 @@ from megatron_resihp.integration.patches import documents
 from megatron_resihp.integration.patches.checkpoints import args_with, distributed_format, state_in_parts
 from megatron_resihp.integration.progress import NO_DOCUMENTS
 from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.state.reshardable import has_stepped
 from megatron_resihp.integration.state.slice_state import (
     Holding,
     counted_gradients,
@@ -303,6 +304,11 @@ class HeterogeneousState(ModeState):
     def digests(self, trained: Trained) -> dict[str, str]:
         shares = self._view.shares
         return Holding(trained, shares.own, shares.cuts, shares.tied_head).digests()
+
+    def is_loadable(self) -> bool:
+        """Megatron loads a distributed optimizer's count of steps and moments, which the first step makes."""
+        job = self._runtime.job
+        return not job.shares_optimizer or job.args.no_save_optim or has_stepped(self._runtime.held.live.optimizer)
 
     @contextmanager
     def saving(self) -> Iterator[str]:

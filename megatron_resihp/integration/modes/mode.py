@@ -188,6 +188,10 @@ class ModeState(ABC):
     def digests(self, trained: Trained) -> dict[str, str]:
         """Digests of what the plan gives this worker or lets it keep."""
 
+    def is_loadable(self) -> bool:
+        """Whether Megatron could go on from what would be saved now; all working workers ask together."""
+        return True
+
     @abstractmethod
     def saving(self) -> AbstractContextManager[str]:
         """Let Megatron save in a format that fits the plan, whose name is yielded."""

@@ -30,7 +30,7 @@ class Saves:
     Attributes:
         writer: the process that writes them.
         under_way: those that are not whole yet, oldest first, as they will be told of.
-        lost: whether one was dropped and none has been made since.
+        lost: whether one was dropped or put off, and none has been made since.
         incomplete: those that were dropped, whose files are still there.
         repeated: the iteration after which all do again what some have done; its checkpoint may be there.
     """
@@ -46,7 +46,7 @@ class Saves:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether a save is to make up for one that was dropped."""
+        """Whether a save is to make up for one that was dropped or put off."""
         return self.lost and self.writer.is_ready
 
     def begun(self, path: str, iteration: int) -> None:

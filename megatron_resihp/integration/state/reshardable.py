@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
@@ -34,6 +35,15 @@ def wrap_metadata(runtime: Runtime, original: Callable[..., dict[str, Any]]) -> 
         return {**original(*positional, **options), **runtime.mode.state.checkpoint_metadata}
 
     return build_sharded_state_dict_metadata
+
+
+def has_stepped(optimizer: Any) -> bool:
+    """Whether the optimizers have taken a step; all working workers ask together, as some may have nothing to train."""
+    states = [part.optimizer.state for part in parts_of(optimizer) if not part.is_stub_optimizer]
+    own = any(any(state.values()) for state in states)  # whoever only looks a parameter up leaves an empty one
+    some = torch.tensor([own], dtype=torch.int, device="cuda")
+    dist.all_reduce(some, op=dist.ReduceOp.MAX)
+    return bool(some.item())
 
 
 def add_reshardable(

@@ -40,3 +40,17 @@ def test_the_log_names_a_checkpoint_that_is_not_made_again_once(is_known: bool, 
     loop.wrap_save_checkpoint_and_time(runtime, megatron)(4)
     megatron.assert_not_called()
     assert [call.args[0].iteration for call in runtime.control.event.call_args_list] == [4] * told
+
+
+def test_a_save_that_nobody_could_load_is_put_off(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each iteration asks for it again, until a step was taken; the log says so once."""
+    runtime, megatron = MagicMock(), MagicMock()
+    runtime.job.args.save = "saved"
+    runtime.saves.is_there.return_value, runtime.saves.lost = False, False
+    runtime.mode.state.is_loadable.return_value = False
+    for iteration in (4, 5):
+        loop.wrap_save_checkpoint_and_time(runtime, megatron)(iteration)
+    megatron.assert_not_called()
+    assert runtime.saves.lost
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and "does not save iteration 4" in said

@@ -74,3 +74,18 @@ def test_what_could_not_be_gone_on_from_is_refused() -> None:
         add(saved(False), model, chunks={})
     with pytest.raises(ValueError, match="weight has no master"):
         add(saved(True), Linear(torch.bfloat16, master=False))
+
+
+@pytest.mark.parametrize(("own", "others", "expected"), [(False, 0, False), (True, 0, True), (False, 1, True)])
+def test_a_worker_that_trains_nothing_goes_by_the_others(
+    monkeypatch: pytest.MonkeyPatch, own: bool, others: int, expected: bool
+) -> None:
+    from megatron_resihp.integration.state import reshardable
+
+    plain = torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda values, dtype, device: plain(values, dtype=dtype))
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda some, op: some.clamp_(min=others))
+    stub = SimpleNamespace(is_stub_optimizer=True, optimizer=None)
+    state = {"weight": {"exp_avg": 0.0} if own else {}}
+    part = SimpleNamespace(is_stub_optimizer=False, optimizer=SimpleNamespace(state=state))
+    assert reshardable.has_stepped(SimpleNamespace(chained_optimizers=[stub, part])) is expected
