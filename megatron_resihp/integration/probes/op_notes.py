@@ -16,8 +16,6 @@ from megatron_resihp.integration.probes.probe_sheet import CHUNK, MICRO_BATCH
 from megatron_resihp.integration.probes.transfer_notes import InTransit
 
 NAN = float("nan")
-NOBODY = object()
-"""Stands where no group is."""
 SAMPLE = 4
 """Where timing a collective costs events, only those of one micro-batch in so many are timed, taking turns."""
 
@@ -41,9 +39,10 @@ class OpNotes:
     Attributes:
         running_chunk: which of this worker's chunks is being run, where Megatron's own schedule doesn't say.
         tp_group: the tensor-parallel group of this epoch.
-        tells_waits: whether the waits of that group's collectives are all there are. Where replicas share sequences,
-            members wait for each other inside kernels, too.
-        timed_group: the group whose collectives are to be timed now: that one, inside of ops that are sampled.
+        stage_groups: it, and the groups of experts and others that have none but its members.
+        tells_waits: whether the waits of these groups' collectives are all there are. Where replicas share sequences
+            or experts, members wait for each other inside kernels and for other replicas, too.
+        timed_groups: the groups whose collectives are to be timed now: those, inside of ops that are sampled.
         emulated: whether ops are padded. Then an op's first wait in a collective counts, which is that for members that
             began it later: what collectives take on the device is in its costs, and what they really take is not. What
             the host has made the op longer by counts as waiting, too: no device would have.
@@ -52,8 +51,9 @@ class OpNotes:
     def __init__(self, page: Page, transit: InTransit, run_delay: Callable[[], float]) -> None:
         self.running_chunk = 0
         self.tp_group: Any = None
+        self.stage_groups: tuple[Any, ...] = ()
         self.tells_waits = True
-        self.timed_group: Any = NOBODY
+        self.timed_groups: tuple[Any, ...] = ()
         self.emulated = False
         self._page, self._transit = page, transit
         self._run_delay = run_delay
@@ -74,7 +74,11 @@ class OpNotes:
     def clear(self) -> None:
         """No op is under way."""
         self._of_output.clear()
-        self._op, self.timed_group = None, NOBODY
+        self._op, self.timed_groups = None, ()
+
+    def leave_groups(self) -> None:
+        """The epoch's groups are to be freed."""
+        self.tp_group, self.stage_groups = None, ()
 
     @property
     def in_op(self) -> bool:
@@ -134,7 +138,7 @@ class OpNotes:
             if row is not None:
                 row[CHUNK], row[MICRO_BATCH] = chunk, micro_batch
         if self.tells_waits and (self._page.clock.immediate or micro_batch in self._sampled):
-            self.timed_group = self.tp_group
+            self.timed_groups = self.stage_groups
         self._first_wait = len(self._page.sheet.waits)
         self._waited = self._batch_came = 0.0
         self._entered = time.monotonic()
@@ -148,8 +152,8 @@ class OpNotes:
             tokens, squares = self._page.sheet.workload.get(micro_batch, (NAN, NAN))
             late = pad(kind, chunk, tokens, squares, self._opened, self._waited)
         end = self._page.clock.mark()
-        waited = NAN if self.timed_group is NOBODY else self._waited + late
-        self._op, self.timed_group = None, NOBODY
+        waited = self._waited + late if self.timed_groups else NAN
+        self._op, self.timed_groups = None, ()
         self._page.sheet.ops.append((kind, chunk, micro_batch, self._opened, end, waited))
         if self._batch_came:
             self._page.sheet.spans.append((SpanKind.DATA, self._entered, self._batch_came))
@@ -164,11 +168,11 @@ class OpNotes:
         if self._page.clock.immediate or not self.tells_waits:
             return
         # Where not all waits of an op are timed, none can be told apart from its work.
-        self.timed_group = self.tp_group
+        self.timed_groups = self.stage_groups
         self._page.sheet.waits.append((len(self._page.sheet.ops), since, now))
 
     def note_wait(self, since: float) -> None:
-        """A collective of `timed_group` is over."""
+        """A collective of one of `timed_groups` is over."""
         now = self._page.clock.mark()
         if self._page.clock.immediate:
             if not (self.emulated and self._waited):

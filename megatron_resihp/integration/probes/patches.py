@@ -2,7 +2,7 @@
 """Patches: where the probes look. Forward and backward steps, collectives inside them, P2P, and what else takes time.
 
 Replaces forward_step and backward_step of megatron.core.pipeline_parallel.schedules, which all of Megatron's schedules
-call; the functions that post P2P; and torch.distributed's collectives, of which those of the tensor-parallel group are
+call; the functions that post P2P; and torch.distributed's collectives, of which those among the members of a stage are
 timed. Megatron's own schedules run both halves of a backward pass as one op, so that no W is recorded.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import mpu
 
 from megatron_resihp.detector.input.records import OpKind, SpanKind
@@ -80,8 +81,26 @@ def probe_patches(runtime: Runtime) -> list[Patch]:
 def begin_iteration(runtime: Runtime) -> None:
     """Called where an iteration that will be computed begins."""
     view, ops = runtime.view, runtime.probes.ops
-    ops.tp_group, ops.tells_waits = mpu.get_tensor_model_parallel_group(), sharing_of(view.plan) == 1
+    group, ops.tells_waits = mpu.get_tensor_model_parallel_group(), sharing_of(view.plan) == 1
+    if ops.tp_group is not group:
+        ops.tp_group, ops.stage_groups = group, stage_groups(group)
     runtime.probes.begin(runtime.epoch, runtime.progress.iteration, view.op_numbers, view.rank_order)
+
+
+def stage_groups(tp_group: Any) -> tuple[Any, ...]:
+    """The groups in which members of a tensor-parallel group wait for none but each other.
+
+    Megatron's experts have groups of their own, also where these have the same members. Its routers sum over those that
+    share sequences, too.
+    """
+    others = (
+        mpu.get_expert_tensor_parallel_group(),
+        mpu.get_expert_tensor_and_model_parallel_group(),
+        mpu.get_expert_model_parallel_group(),
+        mpu.get_tensor_and_context_parallel_group(),
+    )
+    members = set(dist.get_process_group_ranks(tp_group))
+    return tp_group, *(each for each in others if members.issuperset(dist.get_process_group_ranks(each)))
 
 
 def wrap_span(runtime: Runtime, kind: SpanKind, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -164,12 +183,12 @@ def _workload(runtime: Runtime, before: torch.Tensor | None) -> Any:
 
 
 def wrap_collective(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A collective whose waiting is timed where it is tensor-parallel and inside an op."""
+    """A collective whose waiting is timed where it is among the members of a stage, and inside an op."""
     probes = runtime.probes
 
     @functools.wraps(original)
     def collective(*positional: Any, **options: Any) -> Any:
-        if options.get("group") is not probes.ops.timed_group:
+        if options.get("group") not in probes.ops.timed_groups:
             return original(*positional, **options)
         if options.get("async_op"):
             return _TimedHandle(original(*positional, **options), probes)

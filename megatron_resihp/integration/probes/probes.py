@@ -74,7 +74,7 @@ class Probes:
         self._page.clock.reset()
         self._page.turn(self._page.clock)
         # Groups of the old epoch are to be freed now, not when the next iteration begins.
-        self.ops.tp_group = None
+        self.ops.leave_groups()
         self.ops.clear()
 
     def begin_schedule(self) -> None:

@@ -52,7 +52,7 @@ def make(
 ) -> tuple[Probes, list[IterationRecord]]:
     sent: list[IterationRecord] = []
     probes = Probes(3, make_clock, lambda sheet: sent.append(sheet.record()), run_delay)
-    probes.ops.tp_group = GROUP
+    probes.ops.tp_group, probes.ops.stage_groups = GROUP, (GROUP,)
     return probes, sent
 
 
@@ -62,8 +62,8 @@ def run_micro_batch(probes: Probes, index: int, pad: Any = None) -> None:
     came = probes.transfers.post(received, 0, OpKind.F, True, probes.mark())
     probes.transfers.done([came], None)
     probes.ops.open_forward(0, index, [received])
-    assert probes.ops.timed_group is GROUP or not probes.immediate
-    if probes.ops.timed_group is GROUP:
+    assert probes.ops.timed_groups == (GROUP,) or not probes.immediate
+    if probes.ops.timed_groups:
         probes.ops.note_wait(probes.mark())
     outputs = [output]
     probes.ops.close_forward(outputs, outputs, (32.0, 1024.0), pad)
@@ -110,7 +110,7 @@ def test_waiting_is_told_apart() -> None:
     probes.ops.note_wait(probes.mark() - 0.5)
     probes.ops.note_wait(probes.mark() - 0.25)
     probes.ops.close_forward(object(), [], None, None)
-    assert probes.ops.timed_group is not GROUP, "outside of ops nothing is waited for"
+    assert not probes.ops.timed_groups, "outside of ops nothing is waited for"
     probes.finish()
     assert sent[0].ops["waited"][0] == pytest.approx(0.75, abs=0.05)
 
@@ -243,8 +243,8 @@ def test_a_broken_iteration_leaves_nothing_in_the_next_record() -> None:
     run_micro_batch(probes, 0)
     probes.ops.open_forward(0, 1, [])
     probes.abandon()
-    assert probes.ops.tp_group is None, "the group of the broken epoch must be free to go"
-    probes.ops.tp_group = GROUP
+    assert probes.ops.tp_group is None and not probes.ops.stage_groups, "the broken epoch's groups must be free to go"
+    probes.ops.tp_group, probes.ops.stage_groups = GROUP, (GROUP,)
     probes.begin(1, 4, (0, 1), WORKERS)
     run_micro_batch(probes, 1)
     probes.finish()
