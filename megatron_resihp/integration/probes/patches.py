@@ -7,6 +7,7 @@ timed. Megatron's own schedules run both halves of a backward pass as one op, so
 """
 
 import functools
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -271,11 +272,14 @@ class _TimedRequest:
         self._request = request
         self._runtime = runtime
         self._rows = rows
+        self._ops_before = runtime.probes.transfers.ops_run
 
     def wait(self, *positional: Any) -> Any:
+        transfers = self._runtime.probes.transfers
+        began = time.monotonic() if transfers.ops_run > self._ops_before else None
         result = self._request.wait(*positional)
         rows, self._rows = self._rows, ()
-        self._runtime.probes.transfers.done(rows, self._runtime.pads.pad_transfer)
+        transfers.done(rows, self._runtime.pads.pad_transfer, began)
         return result
 
     def __getattr__(self, name: str) -> Any:
