@@ -8,7 +8,9 @@ twice what knowing the future would have saved. Besides, what is left of the job
 May import `events`, `plan`, `protocol` and this package's other pure modules.
 """
 
+from collections import deque
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Final
 
 from megatron_resihp.control.replanning.health import Speeds
@@ -28,6 +30,10 @@ LEAST_GAIN: Final = 0.01
 _OVERTAKEN: Final = "the plan that the recovery did not wait for"
 WORSE: Final = 0.05
 """Iterations that are longer by this share after a change say that it has not paid."""
+LATEST: Final = 10
+"""Iterations that tell how long one takes."""
+LONGEST: Final = 3.0
+"""What is longer than so many of these was not all training."""
 
 
 @dataclass(frozen=True)
@@ -94,17 +100,28 @@ class _Training:
     """How far training is.
 
     Attributes:
-        iteration, iteration_s: the last one, and how long one takes.
+        iteration: the last one.
         train_iters: the last one that there will be.
         stand_still_s: how long the last recovery or change held up training.
         changed_at: when a change was last made or refused.
     """
 
     iteration: int = 0
-    iteration_s: float | None = None
+    _latest_s: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST))
     train_iters: int | None = None
     stand_still_s: float | None = None
     changed_at: float | None = None
+
+    @property
+    def iteration_s(self) -> float | None:
+        """How long an iteration takes."""
+        return median(self._latest_s) if self._latest_s else None
+
+    def took(self, seconds: float) -> float:
+        """An iteration has taken so long; returns how much of that may be training. The rest is an evaluation, a save
+        or a stall, which no other plan would have made shorter."""
+        self._latest_s.append(seconds)
+        return min(seconds, LONGEST * median(self._latest_s))
 
 
 @dataclass
@@ -295,9 +312,9 @@ class Policy:
     def _iterated(self, event: Iteration, now: float) -> list[Action]:
         self._training.iteration = event.iteration
         if event.duration_s:
-            self._training.iteration_s = event.duration_s
+            trained_s = self._training.took(event.duration_s)
             if self._candidate is not None:
-                self._lost.count_one(event.iteration, event.duration_s, self._candidate.gain)
+                self._lost.count_one(event.iteration, trained_s, self._candidate.gain)
         return self._decide(now)
 
     def _decide(self, now: float) -> list[Action]:

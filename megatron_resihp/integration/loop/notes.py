@@ -46,12 +46,12 @@ class RecoveryNotes:
     """Notes of one recovery.
 
     Attributes:
-        since: when the death was noticed that the current epoch recovered from, until its first step.
+        since: when the death was noticed that the current epoch recovered from, in Unix seconds, until its first step.
         phases: what each phase took.
         footprint: what the rebuild took of the device; None: nothing was built.
         ran_out: whether the device's memory has run out on the way to the epoch that comes.
         direct_way: what recoveries have seen of the way between devices, over the job's lifetime.
-        last_step_at: when the last step was taken, by the wall clock; None: before the first one after a recovery.
+        last_step_at: when the last step was taken, in monotonic seconds; None: before the first one after a recovery.
     """
 
     since: float | None = None

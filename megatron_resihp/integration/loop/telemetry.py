@@ -16,7 +16,7 @@ from megatron_resihp.integration.runtime import Runtime
 
 def report_iteration(runtime: Runtime) -> None:
     """Write what this iteration was to the event log, and what the recovery before it cost."""
-    iteration, now = runtime.progress.iteration, time.time()
+    iteration, now = runtime.progress.iteration, time.monotonic()
     outcome = runtime.progress.outcomes[iteration]
     if runtime.view.reports:
         runtime.control.event(Iteration(
@@ -28,7 +28,7 @@ def report_iteration(runtime: Runtime) -> None:
     runtime.recovery.last_step_at = now
     if runtime.recovery.since is not None:
         runtime.control.event(FirstStep(
-            to_epoch=runtime.epoch, iteration=iteration, seconds_since_death=now - runtime.recovery.since
+            to_epoch=runtime.epoch, iteration=iteration, seconds_since_death=time.time() - runtime.recovery.since
         ))  # fmt: skip
     report_recovered(runtime)
 

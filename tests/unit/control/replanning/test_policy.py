@@ -83,6 +83,26 @@ def test_a_change_is_made_once_what_it_would_have_saved_is_what_it_costs() -> No
     assert not run.train(100), "said once"
 
 
+def test_an_evaluation_or_a_save_is_no_time_lost_by_a_slow_worker() -> None:
+    """The next iteration seems to take two minutes. Of that, no more than three iterations can be the worker's."""
+    run = Run()
+    run.train(5)
+    run.answer(run.verdict())
+    assert not run.train(1, seconds=120.0) and not run.train(6)
+    [found] = run.train(1)
+    assert isinstance(found, Recommend) and found.lost_s == pytest.approx(3 * 0.5 + 7 * 0.5)
+
+
+def test_nor_does_it_tell_how_long_iterations_are() -> None:
+    run = Run()
+    run.train(5)
+    asked = run.verdict()
+    run.train(1, seconds=120.0)
+    assert not run.answer(asked) and not run.train(8)
+    [found] = run.train(1)
+    assert isinstance(found, Recommend) and found.lost_s == pytest.approx(10 * 0.5)
+
+
 def test_slowness_that_passes_is_waited_out() -> None:
     run = Run()
     run.answer(run.verdict())
