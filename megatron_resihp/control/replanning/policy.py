@@ -166,6 +166,7 @@ class _Recommended:
         last: why, and the plan.
         tried: number of the change to a plan that was recommended, and the plan.
         failed: plans whose first step has failed.
+        refused: plans that can't be taken, as long as the plan in force and the speeds are the same.
         before: the plan to go back to, where the change that was recommended doesn't pay.
         said: why a change was recommended that may turn out not to pay.
     """
@@ -173,6 +174,7 @@ class _Recommended:
     last: tuple[str, ParallelPlan] | None = None
     tried: tuple[int | None, ParallelPlan] | None = None
     failed: list[ParallelPlan] = field(default_factory=list)
+    refused: list[ParallelPlan] = field(default_factory=list)
     before: ParallelPlan | None = None
     said: str | None = None
 
@@ -181,6 +183,13 @@ class _Recommended:
         if self.last is not None and change.why == self.last[0]:
             self.tried = change.number, self.last[1]
         self.before = plan if change.why == self.said else None
+
+    def refuse(self, why: str) -> bool:
+        """A change is refused. False: that is not what was recommended, but asked for by others."""
+        if self.last is None or why != self.last[0]:
+            return False
+        self.refused.append(self.last[1])
+        return True
 
     def first_step_failed(self, number: int | None) -> None:
         """The first step under the plan of a change has failed."""
@@ -251,10 +260,12 @@ class Policy:
                 self._training.stand_still_s, self._training.changed_at = event.stood_still_s, now
                 # What was found for a verdict that came on the way was a change of the plan before.
                 return self._ask() if self._heard else []
-            case ChangeRefused():
+            case ChangeRefused() if self._recommended.refuse(event.why):
                 self._training.changed_at, self._heard = now, True
+                self._between_s *= 2
                 return self._ask()
             case Verdict():
+                self._recommended.refused.clear()
                 self._heard, self._tried_late = True, False
                 self._lost.slow_since(event.since)
                 return self._ask()
@@ -267,7 +278,7 @@ class Policy:
         if number != self._asked or isinstance(answer, NoPlan) or not answer.current_s:
             return []
         gain = 1.0 - answer.iteration_s / answer.current_s
-        if answer.plan in self._recommended.failed:
+        if answer.plan in (*self._recommended.failed, *self._recommended.refused):
             gain = 0.0
         if self._beginning and gain >= LEAST_GAIN:
             self._beginning = False
@@ -307,6 +318,7 @@ class Policy:
         """Another plan is in force: what was found for the one before is of no use, and nothing is lost by this one."""
         self._asked += 1
         self._candidate, self._changing = None, False
+        self._recommended.refused.clear()
         self._lost.forget()
 
     def _iterated(self, event: Iteration, now: float) -> list[Action]:

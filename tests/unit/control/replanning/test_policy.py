@@ -224,14 +224,42 @@ def test_least_time_between_changes() -> None:
     assert isinstance(found, Recommend) and found.cost_s == 0.5, "what a change really cost"
 
 
-def test_a_refusal_is_not_asked_again_at_once() -> None:
-    run = Run()
+def refused(run: Run) -> Run:
+    """A run whose last recommendation can't be carried out, though the planner thinks so still."""
     run.answer(run.verdict())
-    assert run.train(10)
-    [asked] = run.tell("change_refused", why="worker 3", reason="the job is reporting")
+    [found] = run.train(10)
+    assert isinstance(found, Recommend)
+    [asked] = run.tell("change_refused", why=found.why, reason="the plan exceeds memory")
+    assert isinstance(asked, AskPlanner) and not run.answer(asked)
+    return run
+
+
+def test_a_plan_that_was_refused_is_not_asked_for_again() -> None:
+    assert not refused(Run()).train(500)
+
+
+def test_when_the_speeds_have_changed_it_may_be_asked_for_again_later() -> None:
+    run = refused(Run())
+    run.answer(run.verdict("severity", 0.3))
+    assert not run.train(59), "118 seconds"
+    assert len(run.train(1)) == 1
+
+
+def test_likewise_in_another_epoch() -> None:
+    run = refused(Run())
+    run.tell("epoch_started", plan=PLAN.to_dict(), epoch=1)
+    [asked] = run.tell("recovery", broken_at=1.0, resumed_at=3.0)
     assert isinstance(asked, AskPlanner)
     run.answer(asked)
-    assert not run.train(29) and run.train(5)
+    assert len(run.train(60)) == 1
+
+
+def test_what_is_refused_to_a_user_is_none_of_the_policys() -> None:
+    run = Run()
+    run.answer(run.verdict())
+    assert not run.train(5)
+    assert not run.tell("change_refused", why="asked for by a user", reason="there is no worker 9")
+    assert not run.train(4) and len(run.train(1)) == 1
 
 
 def test_growing_back_after_a_recovery() -> None:
