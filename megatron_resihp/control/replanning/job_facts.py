@@ -10,7 +10,7 @@ from megatron_resihp.config import HOST, MEMORY_RESERVE, UNIFORM
 from megatron_resihp.events.epochs import EpochStarted
 from megatron_resihp.events.event import Event
 from megatron_resihp.events.job import Job, Model
-from megatron_resihp.events.workers import WorkerDead, WorkerWaiting
+from megatron_resihp.events.workers import NodeLeft, WorkerDead, WorkersLeft, WorkerWaiting
 from megatron_resihp.plan import Chunk, ParallelPlan
 from megatron_resihp.protocol.planning import KnownJob
 
@@ -22,7 +22,7 @@ class JobFacts:
         job: what a worker has told of the job; None: no worker has yet.
         plan: in force.
         joining: workers that are ready, and in no plan yet.
-        dead: workers that have died.
+        dead: workers that have died or left.
     """
 
     def __init__(self) -> None:
@@ -46,8 +46,13 @@ class JobFacts:
             case WorkerWaiting():
                 self.joining.add(event.waiting)
             case WorkerDead():
-                self.joining.discard(event.dead)
-                self.dead.add(event.dead)
+                self._lose({event.dead})
+            case WorkersLeft() | NodeLeft():
+                self._lose(set(event.left))
+
+    def _lose(self, workers: set[int]) -> None:
+        self.joining -= workers
+        self.dead |= workers
 
     @property
     def strategy(self) -> str:

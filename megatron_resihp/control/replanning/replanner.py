@@ -36,13 +36,13 @@ from megatron_resihp.events.epochs import EpochBroken, EpochStarted, Reconfigura
 from megatron_resihp.events.event import Event, stamped
 from megatron_resihp.events.job import Job, Model
 from megatron_resihp.events.training import Iteration
-from megatron_resihp.events.workers import WorkerDead, WorkerWaiting
+from megatron_resihp.events.workers import NodeLeft, WorkerDead, WorkersLeft, WorkerWaiting
 from megatron_resihp.protocol.messages import PlanRequest
 from megatron_resihp.protocol.planning import NoPlan, PlanFound
 
 FOLLOWED: Final[tuple[type[Event], ...]] = (
     Job, Model, EpochStarted, Recovery, EpochBroken, told.PlanChange, Reconfiguration, told.ChangeRefused, Verdict,
-    Iteration, WorkerWaiting, WorkerDead, told.Planned, told.PlanFailed,
+    Iteration, WorkerWaiting, WorkerDead, WorkersLeft, NodeLeft, told.Planned, told.PlanFailed,
 )  # fmt: skip
 """Events that planning needs."""
 FOR_LOOKING_ON: Final = "joint"
@@ -134,7 +134,7 @@ class Replanner:
                     self._planners.start()
             case Model():
                 self._planners.rehearse(self._facts)
-            case EpochStarted() | WorkerWaiting() | WorkerDead() | Verdict():
+            case EpochStarted() | WorkerWaiting() | WorkerDead() | WorkersLeft() | NodeLeft() | Verdict():
                 self._to_take_in = True
         if self._policy is not None:
             self._do(self._policy.note(event, time.monotonic()))

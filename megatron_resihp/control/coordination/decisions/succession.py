@@ -17,7 +17,7 @@ from megatron_resihp.control.coordination.state_machine.state import State
 from megatron_resihp.events.epochs import EpochStarted
 from megatron_resihp.events.event import Event, stamped
 from megatron_resihp.events.job import Job, Model, RunStarted
-from megatron_resihp.events.workers import WorkerDead, WorkerWaiting
+from megatron_resihp.events.workers import NodeLeft, WorkerDead, WorkersLeft, WorkerWaiting
 from megatron_resihp.protocol.logs import LogsWanted
 from megatron_resihp.protocol.published import EmergencyCheckpointOrder, EpochPlan, Go
 
@@ -28,7 +28,7 @@ TAKEN_OVER_IN: Final = frozenset({Phase.RUNNING, Phase.REPORTING, Phase.BUILDING
 alone."""
 LOGGED_S: Final = 5.0
 """Long after a decision its events have been logged."""
-_FACTS: Final = (Job, Model, WorkerWaiting, WorkerDead)
+_FACTS: Final = (Job, Model, WorkerWaiting, WorkerDead, WorkersLeft, NodeLeft)
 """Events that planner and detector need; of the starts of epochs, the last one."""
 
 

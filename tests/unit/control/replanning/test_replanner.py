@@ -273,6 +273,19 @@ def test_workers_that_come_together_are_taken_in_together(desk: Desk) -> None:
     assert desk.orders.empty()
 
 
+@pytest.mark.parametrize(("name", "of"), [("workers_left", {}), ("node_left", {"node": 1})])
+def test_who_was_told_to_leave_keeps_no_other_from_joining(desk: Desk, name: str, of: dict[str, Any]) -> None:
+    """A worker that waits can be told so, too: it never dies."""
+    desk.answer_ahead = lambda request: NoPlan("") if 3 not in request.speeds else replicas_of_the_living(request)
+    desk.train(replicas(0, 1))
+    desk.note("worker_waiting", waiting=2)
+    desk.note(name, left=[2], **of)
+    desk.note("worker_waiting", waiting=3)
+    order = desk.orders.get(timeout=WAIT_S)
+    assert ParallelPlan.from_dict(order.plan).working == (0, 1, 3)
+    desk.replanner.close(WAIT_S)
+
+
 def test_who_is_left_of_those_that_came_is_taken_in(desk: Desk) -> None:
     """The other one dies during the search, and nothing else happens."""
 
