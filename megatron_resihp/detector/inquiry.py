@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from megatron_resihp.detector.input.observations import Layout
+from megatron_resihp.detector.relapses import Relapses
 from megatron_resihp.detector.validation import Suspicion, culprits, plan_validation
 from megatron_resihp.protocol.notices import ValidationOrder
 
 PAUSE: Final = 50
-"""Iterations before the same suspects may be asked again, and after which missing answers are given up."""
+"""Iterations before the same suspects may be asked again, and after which missing answers are given up. For a worker
+without work they double each time that it has only looked well."""
 
 Settled = tuple[Suspicion, Mapping[int, float]]
 """A suspicion, with its culprits and their speeds."""
@@ -24,6 +26,9 @@ class Inquiries:
     Args:
         gemm_shape: (m, n, k) of a matrix product of the training.
         transfer_size: bytes of a transfer between stages.
+
+    Attributes:
+        relapses: of workers that were asked without work.
     """
 
     def __init__(self, gemm_shape: tuple[int, int, int], transfer_size: int) -> None:
@@ -33,6 +38,7 @@ class Inquiries:
         self._suspicions: Sequence[Suspicion] = ()
         self._seconds: dict[int, Sequence[float]] = {}
         self._not_before: dict[tuple[int, ...], int] = {}
+        self.relapses = Relapses()
 
     @property
     def asked(self) -> Sequence[Suspicion]:
@@ -43,14 +49,14 @@ class Inquiries:
         """What to measure; None while answers are awaited, or if there is nothing new to ask."""
         if iteration >= self._asked_at + PAUSE:
             self.drop()
-        fresh = [each for each in suspicions if iteration >= self._not_before.get(each.workers, 0)]
+        fresh = [each for each in suspicions if iteration >= self._not_before.get(_asked_for(each), 0)]
         if self._suspicions or not fresh:
             return None
         links = [(first, second) for first, second in layout.links.tolist()]
         plan = plan_validation(fresh, [self._gemm_shape], links, self._transfer_size)
         self._number += 1
         self._suspicions, self._seconds, self._asked_at = fresh, {}, iteration
-        self._not_before |= {each.workers: iteration + PAUSE for each in fresh}
+        self._not_before |= {_asked_for(each): iteration + self._pause(each) for each in fresh}
         return ValidationOrder(self._number, layout.epoch, plan.gemms, plan.transfers)
 
     def answer(self, number: int, worker: int, gemm_seconds: Sequence[float]) -> list[Settled]:
@@ -64,6 +70,24 @@ class Inquiries:
         self.drop()
         return found
 
+    def relapsed(self, worker: int, iteration: int) -> int:
+        """A worker with work became slow. If it only looked well before, returns how often it has by now, else 0."""
+        if not self.relapses.found_slow(worker):
+            return 0
+        self._not_before[worker,] = iteration + self._pause_of(worker)
+        return self.relapses.times(worker)
+
+    def _pause(self, suspicion: Suspicion) -> int:
+        return self._pause_of(suspicion.workers[0]) if suspicion.idle else PAUSE
+
+    def _pause_of(self, worker: int) -> int:
+        return PAUSE << self.relapses.times(worker)
+
     def drop(self) -> None:
         """Stop waiting for answers: the epoch ended, or an answer was lost."""
         self._suspicions, self._seconds = (), {}
+
+
+def _asked_for(suspicion: Suspicion) -> tuple[int, ...]:
+    """Whom a suspicion is of, whatever worker is asked as a reference."""
+    return suspicion.workers[:1] if suspicion.idle else suspicion.workers

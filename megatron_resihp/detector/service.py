@@ -24,7 +24,7 @@ from megatron_resihp.detector.keeper import Keeper
 from megatron_resihp.detector.kept_records import KeptRecords, failed
 from megatron_resihp.detector.monitor import Monitor
 from megatron_resihp.detector.validation import Suspicion
-from megatron_resihp.detector.verdict import Verdict
+from megatron_resihp.detector.verdict import Change, Kind, Verdict
 from megatron_resihp.events import detection as told
 from megatron_resihp.events.detection import Detection, DetectionResumed, Validation
 from megatron_resihp.events.epochs import EpochStarted
@@ -131,8 +131,10 @@ class DetectionService:
     def _judge(self, completed: Iterable[IterationObservations]) -> list[Event]:
         events: list[Event] = []
         for observations in completed:
-            assert self._monitor is not None
+            assert self._monitor is not None and self._layout is not None
             self._judged += 1
+            if self._inquiries is not None:
+                self._inquiries.relapses.worked(self._layout)
             events += self._tell(self._monitor.observe(observations))
             events += self._resumed(observations.iteration)
             events += self._learn(observations)
@@ -157,7 +159,12 @@ class DetectionService:
         return self._save_model() if complete else []
 
     def _tell(self, verdicts: Iterable[Verdict]) -> list[Event]:
-        return [verdict_event(verdict) for verdict in verdicts]
+        return [verdict_event(verdict, self._relapses(verdict)) for verdict in verdicts]
+
+    def _relapses(self, verdict: Verdict) -> int:
+        if self._inquiries is None or (verdict.kind, verdict.change) != (Kind.COMPUTE, Change.ONSET):
+            return 0
+        return self._inquiries.relapsed(verdict.workers[0], verdict.iteration)
 
     def _inquire(self, iteration: int) -> list[Event]:
         """Ask suspects to validate if the evidence leaves several."""
@@ -179,7 +186,10 @@ class DetectionService:
         settled = self._inquiries.answer(event.number, event.worker, event.gemm_seconds)
         events: list[Event] = []
         for suspicion, found in settled:
-            events += self._tell(self._monitor.settle(suspicion, found))
+            verdicts = self._monitor.settle(suspicion, found)
+            events += self._tell(verdicts)
+            if suspicion.idle and verdicts:
+                self._inquiries.relapses.believe(suspicion.workers[0])
             if not found and not suspicion.idle:
                 events.append(_suspicion(suspicion, event.iteration, tested=True))
         return events
@@ -209,12 +219,12 @@ class DetectionService:
         return []
 
 
-def verdict_event(verdict: Verdict) -> told.Verdict:
+def verdict_event(verdict: Verdict, relapses: int = 0) -> told.Verdict:
     """A verdict as the event log holds it."""
     return told.Verdict(
         epoch=verdict.epoch, kind=verdict.kind, change=verdict.change, workers=verdict.workers, speed=verdict.speed,
         speed_low=verdict.speed_low, speed_high=verdict.speed_high, since=verdict.since, iteration=verdict.iteration,
-        evidence=verdict.evidence,
+        evidence=verdict.evidence, relapses=relapses or None,
     )  # fmt: skip
 
 

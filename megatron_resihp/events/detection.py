@@ -25,6 +25,9 @@ class Verdict(Event):
     since: Annotated[int, "estimated first iteration of the change"]
     iteration: Annotated[int, "iteration whose records decided"]
     evidence: Annotated[Mapping[str, float] | None, "what it rests on, by name"] = None
+    relapses: Annotated[
+        int | None, "of an onset: how often in succession it has looked well without work, and was slow with it"
+    ] = None
 
 
 @event("suspicion", written_by="the detector, on node 0")

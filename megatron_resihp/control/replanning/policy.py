@@ -267,6 +267,8 @@ class Policy:
             case Verdict():
                 self._recommended.refused.clear()
                 self._heard, self._tried_late = True, False
+                if event.relapses:
+                    self._between_s *= 2
                 self._lost.slow_since(event.since)
                 return self._ask()
             case Iteration():

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_resihp.detector.input.observations import Layout
 from megatron_resihp.detector.inquiry import PAUSE, Inquiries
+from megatron_resihp.detector.relapses import PROVEN
 from megatron_resihp.detector.validation import Suspicion
 
 LAYOUT = Layout(
@@ -68,3 +69,29 @@ def test_a_lost_answer_does_not_end_validation(inquiries: Inquiries) -> None:
     order = inquiries.ask([PAIR, other], LAYOUT, 100 + PAUSE)
     assert order is not None and order.gemms[0].workers == (0, 1, 2, 3)
     assert inquiries.answer(1, 1, SLOW) == [], "it answers what is over"
+
+
+def test_a_worker_without_work_waits_whoever_is_asked_beside_it(inquiries: Inquiries) -> None:
+    inquiries.ask([Suspicion((3, 0), 0.4, 90, 100, idle=True)], LAYOUT, 100)
+    inquiries.drop()
+    assert inquiries.ask([Suspicion((3, 1), 0.4, 90, 101, idle=True)], LAYOUT, 101) is None
+
+
+def test_each_time_that_a_worker_only_looks_well_it_is_asked_later(inquiries: Inquiries) -> None:
+    idle, pauses = Suspicion((3, 0), 0.4, 90, 100, idle=True), []
+    for _ in range(3):
+        inquiries.relapses.believe(3)
+        inquiries.relapses.worked(LAYOUT)
+        inquiries.relapsed(3, 1000)
+        pauses.append(next(n for n in range(1000) if inquiries.ask([idle], LAYOUT, 1000 + n)))
+        inquiries.drop()
+    assert pauses == [2 * PAUSE, 4 * PAUSE, 8 * PAUSE]
+
+
+def test_who_has_worked_well_for_long_was_well(inquiries: Inquiries) -> None:
+    for _ in range(2):
+        inquiries.relapses.believe(3)
+        for _ in range(PROVEN + 1):
+            inquiries.relapses.worked(LAYOUT)
+        assert inquiries.relapsed(3, 1000) == 0
+    assert inquiries.relapsed(2, 1000) == 0, "it has never been without work"

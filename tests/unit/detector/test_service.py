@@ -229,6 +229,32 @@ def test_who_was_slow_and_has_no_work_is_measured_now_and_then_until_it_is_well(
     assert not job.orders and not job.named("suspicion"), "it is known who is slow"
 
 
+def test_who_only_looks_well_without_work_is_measured_less_often(job: Job) -> None:
+    """A device that throttles under load, and is cool when it is measured."""
+    job.run(range(1, LEARNED))
+    iteration, paused, told = LEARNED, [], []
+    for epoch in (1, 3):
+        job.run(range(iteration, iteration + 25), slow=True, epoch=epoch - 1)
+        iteration, verdict = iteration + 25, job.named("verdict")[-1]
+        assert verdict.change == "onset"
+        told.append(verdict.relapses)
+        job.orders.clear()
+        job.tell(event="epoch_started", epoch=epoch, plan=plan_of_others({SLOW: None}).to_dict())
+        while not job.orders:
+            job.run(range(iteration, iteration + 1), workers=(0, 1, 3), epoch=epoch)
+            iteration += 1
+        paused.append(iteration - verdict.iteration)
+        for worker in (0, SLOW):
+            job.tell(
+                event="validation", seconds=1.0, number=job.orders[-1].number, worker=worker, iteration=iteration,
+                gemm_seconds=[0.01] * 5,
+            )  # fmt: skip
+        assert job.named("verdict")[-1].change == "recovery"
+        job.tell(event="epoch_started", epoch=epoch + 1, plan=plan().to_dict())
+    assert told == [None, 1]
+    assert paused[0] < PAUSE and 2 * PAUSE <= paused[1] <= 2 * PAUSE + 2
+
+
 def test_who_was_slow_and_is_dead_is_not_asked(job: Job) -> None:
     job.run(range(1, LEARNED))
     job.run(range(LEARNED, LEARNED + 20), slow=True)

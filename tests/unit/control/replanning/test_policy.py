@@ -224,6 +224,17 @@ def test_least_time_between_changes() -> None:
     assert isinstance(found, Recommend) and found.cost_s == 0.5, "what a change really cost"
 
 
+def test_after_a_worker_has_only_looked_well_changes_are_made_less_often() -> None:
+    run = Run()
+    run.tell("epoch_started", plan=PLAN.to_dict(), epoch=1)
+    run.tell("reconfiguration", stood_still_s=0.5)
+    fields = {"kind": "compute", "change": "onset", "workers": [3], "speed": 0.5}
+    [asked] = run.tell("verdict", since=11, iteration=11, relapses=1, **fields)
+    assert isinstance(asked, AskPlanner)
+    run.answer(asked)
+    assert not run.train(59) and len(run.train(1)) == 1, "120 seconds"
+
+
 def refused(run: Run) -> Run:
     """A run whose last recommendation can't be carried out, though the planner thinks so still."""
     run.answer(run.verdict())
