@@ -5,7 +5,7 @@ It runs on node 0 in its own thread (`control.head.detection`). It keeps all inp
 detect` can judge it again. Imports numpy, `plan`, `cost`, `events` and this package.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final
@@ -23,6 +23,7 @@ from megatron_resihp.detector.judging.learned import Learned, load
 from megatron_resihp.detector.keeper import Keeper
 from megatron_resihp.detector.kept_records import KeptRecords, failed
 from megatron_resihp.detector.monitor import Monitor
+from megatron_resihp.detector.remembered import Remembered
 from megatron_resihp.detector.validation import Suspicion
 from megatron_resihp.detector.verdict import Change, Kind, Verdict
 from megatron_resihp.events import detection as told
@@ -44,9 +45,12 @@ class DetectionService:
     Args:
         run_dir: where records and the cost model are kept.
         order: takes notices for all workers.
+        slow: what a coordinator before this one has said of workers and links that were slow last.
     """
 
-    def __init__(self, run_dir: Path, order: Callable[[ValidationOrder], None]) -> None:
+    def __init__(
+        self, run_dir: Path, order: Callable[[ValidationOrder], None], slow: Iterable[told.Verdict] = ()
+    ) -> None:
         self._order = order
         self._inquiries: Inquiries | None = None
         self._run_dir = run_dir
@@ -63,6 +67,7 @@ class DetectionService:
         self._known_from: Path | None = None
         """Where the monitor's costs come from; None once that is reported."""
         self._held_up = HeldUp()
+        self._remembered = Remembered(slow)
 
     def note(self, event: Event) -> list[Event]:
         """Take in an event of the job, or of an epoch that begins."""
@@ -158,7 +163,8 @@ class DetectionService:
             return [failed("cost model", error), *self._save_model()]
         return self._save_model() if complete else []
 
-    def _tell(self, verdicts: Iterable[Verdict]) -> list[Event]:
+    def _tell(self, verdicts: Sequence[Verdict]) -> list[Event]:
+        self._remembered.found(verdicts)
         return [verdict_event(verdict, self._relapses(verdict)) for verdict in verdicts]
 
     def _relapses(self, verdict: Verdict) -> int:
@@ -170,7 +176,7 @@ class DetectionService:
         """Ask suspects to validate if the evidence leaves several."""
         assert self._monitor is not None and self._layout is not None
         idle = [each for each in self._monitor.idle_suspects() if each.workers[0] in self._standbys]
-        suspicions = self._monitor.suspicions() + idle
+        suspicions = self._monitor.suspicions() + idle + self._remembered_suspects(iteration)
         if not suspicions or self._inquiries is None:
             return []
         order = self._inquiries.ask(suspicions, self._layout, iteration)
@@ -178,6 +184,15 @@ class DetectionService:
             return []
         self._order(order)
         return [_suspicion(each, iteration, tested=False) for each in self._inquiries.asked if not each.idle]
+
+    def _remembered_suspects(self, iteration: int) -> list[Suspicion]:
+        monitor, layout = self._monitor, self._layout
+        assert monitor is not None and layout is not None
+        if not monitor.watching or not self._remembered:
+            return []
+        working = layout.workers.tolist()
+        well = (worker for worker in working if monitor.speed(worker) == 1.0)
+        return self._remembered.suspects(self._standbys.union(working), well, iteration)
 
     def _settle(self, event: Validation) -> list[Event]:
         """Take a suspect's measurement."""
@@ -187,6 +202,7 @@ class DetectionService:
         events: list[Event] = []
         for suspicion, found in settled:
             verdicts = self._monitor.settle(suspicion, found)
+            verdicts += self._remembered.settle(suspicion, found, event.epoch or 0, event.iteration)
             events += self._tell(verdicts)
             if suspicion.idle and verdicts:
                 self._inquiries.relapses.believe(suspicion.workers[0])

@@ -113,6 +113,22 @@ def read_events(path: str | os.PathLike[str], last_bytes: int | None = None) -> 
     return EventFile(events, malformed, truncated, len(malformed) > before_last_run, dict(ignored))
 
 
+def read_last_run[E: Event](path: str | os.PathLike[str], kind: type[E]) -> list[E]:
+    """The events of one kind that a log has of its last run. Only their lines are parsed, so a long log takes little
+    time. Raises OSError if it cannot be read at all."""
+    names = [f'"{each.name}"'.encode() for each in (kind, RunStarted)]
+    events: list[Event] = []
+    with Path(path).open("rb") as file:
+        for line in file:
+            value = _parse(line) if any(name in line for name in names) else None
+            if value is None:
+                continue
+            if value["event"] == RunStarted.name:
+                events.clear()
+            _add(value, events, Counter())
+    return [event for event in events if isinstance(event, kind)]
+
+
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         value = json.loads(line)

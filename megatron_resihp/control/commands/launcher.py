@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -24,10 +24,10 @@ from megatron_resihp.control.commands.launch_options import LaunchError, LaunchO
 from megatron_resihp.control.commands.seat import RESULT, MakeEventSink, Seat, give_back, take_seat
 from megatron_resihp.control.commands.standby import JobIsOver, take_over
 from megatron_resihp.control.coordination.actions import Limits
-from megatron_resihp.control.coordination.decisions.succession import unlogged
+from megatron_resihp.control.coordination.decisions.succession import Succession, unlogged
 from megatron_resihp.control.coordination.requests import Requests
 from megatron_resihp.control.head.detection import Detection, Judge
-from megatron_resihp.control.head.headquarters import Headquarters, Job
+from megatron_resihp.control.head.headquarters import EventSink, Headquarters, Job
 from megatron_resihp.control.node.agent import Agent
 from megatron_resihp.control.node.environment import JobEnvironment, warnings_of
 from megatron_resihp.control.node.link import Link
@@ -38,6 +38,7 @@ from megatron_resihp.control.node.processes import Processes
 from megatron_resihp.control.node.slowdown_injector import SlowdownInjector
 from megatron_resihp.control.node.spawn import Spawn, exec_worker
 from megatron_resihp.control.node.starting import Starter, Worker
+from megatron_resihp.control.replanning.health import still_slow
 from megatron_resihp.control.replanning.replanner import Replanner
 from megatron_resihp.control.terminal import say, warn
 from megatron_resihp.control.transport.address import Address
@@ -59,8 +60,9 @@ from megatron_resihp.control.transport.store import Store, StoreError
 from megatron_resihp.control.transport.store_client import connect
 from megatron_resihp.control.worker.saved_state import last_save
 from megatron_resihp.events.bus import EventBus
+from megatron_resihp.events.detection import Verdict
 from megatron_resihp.events.log import FILE_NAME as EVENTS
-from megatron_resihp.events.log import read_events
+from megatron_resihp.events.log import read_events, read_last_run
 from megatron_resihp.protocol.notices import ValidationOrder
 
 LOG_END: Final = 1 << 20
@@ -219,16 +221,11 @@ def _open_headquarters(options: LaunchOptions, seat: Seat, mailbox: Mailbox) -> 
     if seat.before is None:
         # First of all, so that the log never has an answer before what it answers.
         seat.sink.follow(bus)
-    detection = Detection(lambda: _make_judge(seat.run_dir, requests.validate), bus)
+    slow = [] if seat.before is None else still_slow(read_last_run(seat.run_dir / EVENTS, Verdict))
+    detection = Detection(lambda: _make_judge(seat.run_dir, requests.validate, slow), bus)
     replanner = Replanner(seat.run_dir, size, bus, requests.change_plan)
     if seat.before is not None:
-        unknown = unlogged(seat.before.last, read_events(seat.run_dir / EVENTS, LOG_END).events)
-        for fact in seat.before.facts:
-            if fact not in unknown:
-                bus.publish(fact)
-        seat.sink.follow(bus)  # which has them
-        for event in unknown:
-            bus.publish(event)
+        catch_up(seat.before, slow, bus, seat.sink, seat.run_dir / EVENTS)
     limits = Limits(
         options.survivor_timeout_s, min_workers=options.min_workers, drain_s=options.drain_deadline_s,
         replaceable=options.replaceable,
@@ -240,10 +237,25 @@ def _open_headquarters(options: LaunchOptions, seat: Seat, mailbox: Mailbox) -> 
     )  # fmt: skip
 
 
-def _make_judge(run_dir: Path, order: Callable[[ValidationOrder], None]) -> Judge:
+def catch_up(before: Succession, slow: Sequence[Verdict], bus: EventBus, sink: EventSink, log: Path) -> None:
+    """Tell of what the coordinator before knew, and the log of what it lacks.
+
+    Args:
+        slow: what the detector has said last of workers and links that are not healthy again.
+    """
+    unknown = unlogged(before.last, read_events(log, LOG_END).events)
+    for fact in (*before.facts, *slow):
+        if fact not in unknown:
+            bus.publish(fact)
+    sink.follow(bus)  # which has them
+    for event in unknown:
+        bus.publish(event)
+
+
+def _make_judge(run_dir: Path, order: Callable[[ValidationOrder], None], slow: Sequence[Verdict]) -> Judge:
     from megatron_resihp.detector.service import DetectionService
 
-    return DetectionService(run_dir, order)
+    return DetectionService(run_dir, order, slow)
 
 
 def _introduce(

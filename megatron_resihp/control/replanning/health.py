@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """How fast workers and links are, as far as the detector has said. Pure; imports `events`."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from megatron_resihp.events.detection import Verdict
 
 Link = tuple[int, int]
+
+
+def still_slow(verdicts: Iterable[Verdict]) -> list[Verdict]:
+    """The last verdict of each worker and link, but for those that are healthy again. `verdicts`: in their order."""
+    last = {tuple(sorted(each.workers)): each for each in verdicts}
+    return [each for each in last.values() if each.change != "recovery"]
 
 
 class Speeds:

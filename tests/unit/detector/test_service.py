@@ -82,9 +82,9 @@ def record(worker: int, iteration: int, *, epoch: int = 0, speed: float = 1.0, s
 class Job:
     """A job that is told to a service."""
 
-    def __init__(self, run_dir: Path, **job: Any) -> None:
+    def __init__(self, run_dir: Path, slow: Sequence[Any] = (), **job: Any) -> None:
         self.orders: list[ValidationOrder] = []
-        self.service = DetectionService(run_dir, self.orders.append)
+        self.service = DetectionService(run_dir, self.orders.append, slow)
         self.events: list[Any] = []
         self.tell(event="run_started", world_size=REPLICAS, nproc_per_node=REPLICAS, most_nodes=1)
         self.tell(event="job", global_batch_size=16, train_iters=1000, false_alarms_per_job=0.01,
@@ -253,6 +253,45 @@ def test_who_only_looks_well_without_work_is_measured_less_often(job: Job) -> No
         job.tell(event="epoch_started", epoch=epoch + 1, plan=plan().to_dict())
     assert told == [None, 1]
     assert paused[0] < PAUSE and 2 * PAUSE <= paused[1] <= 2 * PAUSE + 2
+
+
+def remembered(change: str = "onset") -> Any:
+    """What a coordinator before this one has said of the victim."""
+    return read_event({
+        "time": 0.0, "event": "verdict", "kind": "compute", "change": change, "workers": [SLOW], "speed": SPEED,
+        "since": 900, "iteration": 905,
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_who_was_slow_before_another_coordinator_came_is_measured_until_it_is_well(tmp_path: Path, works: bool) -> None:
+    """With work, its slow level is what this detector has learned as normal."""
+    job = Job(tmp_path, [remembered()])
+    workers = [worker for worker in range(REPLICAS) if works or worker != SLOW]
+    if not works:
+        job.tell(event="epoch_started", epoch=1, plan=plan_of_others({SLOW: None}).to_dict())
+    first, epoch = 1, 0 if works else 1
+    for seconds, recovered in ((0.02, 0), (0.01, 1)):
+        job.orders.clear()
+        while not job.orders:
+            job.run(range(first, first + 1), workers=workers, epoch=epoch)
+            first += 1
+        assert [gemm.workers for gemm in job.orders[-1].gemms] == [(0, SLOW)]
+        for worker, measured in ((0, 0.01), (SLOW, seconds)):
+            job.tell(
+                event="validation", seconds=1.0, number=job.orders[-1].number, worker=worker, iteration=first,
+                gemm_seconds=[measured] * 5,
+            )  # fmt: skip
+        assert [event.change for event in job.named("verdict")] == ["recovery"] * recovered
+    job.orders.clear()
+    job.run(range(first, first + PAUSE + 2), workers=workers, epoch=epoch)
+    assert not job.orders
+
+
+def test_what_the_detector_finds_itself_is_not_measured(tmp_path: Path) -> None:
+    job = Job(tmp_path, [remembered()])
+    job.run(range(1, LEARNED), slow=True)
+    assert [event.change for event in job.named("verdict")] == ["onset"] and not job.orders
 
 
 def test_who_was_slow_and_is_dead_is_not_asked(job: Job) -> None:

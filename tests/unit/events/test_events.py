@@ -17,7 +17,8 @@ from megatron_resihp.events.catalogue import EVENTS
 from megatron_resihp.events.codec import UnusableEventError, plain, read_event
 from megatron_resihp.events.event import Event, UnknownEvent, stamped
 from megatron_resihp.events.injections import Drill
-from megatron_resihp.events.log import EventLog, read_events
+from megatron_resihp.events.job import RunStarted
+from megatron_resihp.events.log import EventLog, read_events, read_last_run
 from megatron_resihp.events.schema import markdown
 from megatron_resihp.events.training import Agreed, EmergencyCheckpoint, Iteration, Samples
 from megatron_resihp.events.workers import WorkerFailed
@@ -26,6 +27,19 @@ ROOT = Path(__file__).parents[3]
 DRILL = Drill(action="kill", target=3)
 FED: dict[str, Any] = {"event": "samples", "samples": [[2, 3]]}
 LINE = '{"event": "drill", "time": 1.0, "action": "kill", "target": 3}'
+
+
+def test_events_of_one_kind_are_those_of_the_last_run(tmp_path: Path) -> None:
+    """Other lines are not even parsed."""
+    with EventLog(tmp_path / "events.jsonl", clock=lambda: 12.5) as log:
+        log.write(Drill(action="kill", target=1))
+        log.write(RunStarted(world_size=4))
+        log.write(Drill(action="kill", target=2))
+        log.write(Drill(action="stop", target="node 1"))
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"event": "iteration", "damaged\n')
+    found = read_last_run(tmp_path / "events.jsonl", Drill)
+    assert [(each.action, each.target) for each in found] == [("kill", 2), ("stop", "node 1")]
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
