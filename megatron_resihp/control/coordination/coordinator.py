@@ -44,6 +44,7 @@ from megatron_resihp.events.training import Iteration
 from megatron_resihp.events.workers import WorkerDead
 from megatron_resihp.protocol.logs import LogPage, LogsWanted
 from megatron_resihp.protocol.messages import NodesDown
+from megatron_resihp.protocol.notices import Notice
 from megatron_resihp.protocol.published import END, EmergencyCheckpointOrder, EpochPlan, Go, JobEnd
 from megatron_resihp.protocol.wire import COORDINATOR
 
@@ -77,6 +78,7 @@ class Coordinator:
         reopen: lets a node that was lost, or was never there, come with workers of these ids.
         clock: seconds that bounded waits count; not to be set while the job runs.
         on_heard: called again and again, whenever all that has been said is heard.
+        on_told: called with what all workers are told; must not block.
         write_log: takes what of Megatron's log is to be written; must not block.
         ask_down: asks which of these nodes are down, for an answer by `requests`; None: nobody knows.
         write_decision: takes what is decided and why, before it is carried out.
@@ -101,6 +103,7 @@ class Coordinator:
         write_decision: Callable[[Entry], None] = lambda entry: None,
         run: str = "",
         before: Succession | None = None,
+        on_told: Callable[[Notice], None] = lambda notice: None,
     ) -> None:
         self._store = store
         self._write_event = write_event
@@ -121,6 +124,7 @@ class Coordinator:
         self._doing: Action | None = None
         self._clock = clock
         self._on_heard = on_heard
+        self._on_told = on_told
         self._write_log = write_log
         self._ask_down = ask_down or self._say_none_down
         self._ticked_at = clock()
@@ -210,6 +214,7 @@ class Coordinator:
                 self._bulletin.answer(key, answer)
             case Notify(notice):
                 self._bulletin.notify(notice)
+                self._on_told(notice)
             case EpochPlan() | EmergencyCheckpointOrder():
                 self._bulletin.decide(action)
             case Reopen(node, workers):

@@ -195,6 +195,7 @@ class Headquarters:
             reopen=partial(returning.offer, job.run_dir), on_heard=self._look_for_stalls,
             write_log=self._logbook.take, ask_down=SlurmQuery(os.environ, job.size.nodes, self._requests.tell_down).ask,
             write_decision=decisions.write, run=job.token, before=job.before,
+            on_told=self._stalls.told,
         )  # fmt: skip
 
     def _open(self) -> StoreClient:

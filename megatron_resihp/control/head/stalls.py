@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether training stands still: no iteration was finished for three times as long as one usually takes.
 
-Pure: events and the time in, events out. May import this package's other pure modules.
+Pure: events, notices and the time in, events out. May import `protocol` and this package's other pure modules.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from math import inf
 from statistics import median
 from typing import Final
 
@@ -16,9 +17,10 @@ from megatron_resihp.events.epochs import EpochBroken, Reconfiguration, Recovery
 from megatron_resihp.events.event import Event
 from megatron_resihp.events.job import Job, RunFinished, Stall
 from megatron_resihp.events.replanning import PlanChange
-from megatron_resihp.events.training import Iteration
+from megatron_resihp.events.training import Checkpoint, Iteration
+from megatron_resihp.protocol.notices import Notice, SaveOrder, StopTraining
 
-FOLLOWED: Final = (Job, EpochBroken, PlanChange, Recovery, Reconfiguration, RunFinished, Iteration)
+FOLLOWED: Final = (Job, EpochBroken, PlanChange, Recovery, Reconfiguration, RunFinished, Iteration, Checkpoint)
 """Events that tell whether training goes on."""
 STALLED_AFTER: Final = 3.0
 """Usual iteration times."""
@@ -30,6 +32,8 @@ LEAST_DUE_S: Final = 30.0
 """Likewise where an evaluation or a checkpoint is due, and none has shown yet how long it takes."""
 LATEST: Final = 10
 """Iterations that the usual time is the median of."""
+SAVED_WITHIN: Final = 5
+"""Iterations after which a checkpoint that was asked for is written, or never will be."""
 FEWEST: Final = 3
 """Iterations before there is a usual time."""
 LONGEST_SILENCE_S: Final = 600.0
@@ -45,7 +49,8 @@ CHECKPOINT: Final = "checkpoint"
 
 @dataclass
 class StallWatch:
-    """Feed it the events in FOLLOWED with `note`, call `look` often; both return events to write.
+    """Feed it the events in FOLLOWED with `note`, and what all workers are told with `told`; call `look` often. `note`
+    and `look` return events to write.
 
     Times are monotonic seconds.
     """
@@ -59,6 +64,8 @@ class StallWatch:
     _goes_on: bool = False
     """What it is busy with is over with the next iteration; before that, iterations may still be finished as ever."""
     _longest_due: dict[str, float] = field(default_factory=dict)
+    _save_within: float = 0
+    """Iterations after which a checkpoint that was asked for is there; a job that was told to stop writes it last."""
     _next_s: float | None = None
     """How long the stall that goes on has to last to be told again; None: there is none."""
     _ended: bool = False
@@ -76,9 +83,19 @@ class StallWatch:
                 self._goes_on = True
             case RunFinished():
                 self._ended = True
+            case Checkpoint():
+                self._save_within = min(self._save_within, 1)
             case Iteration():
                 return self._step(event.iteration, event.duration_s, now)
         return []
+
+    def told(self, notice: Notice) -> None:
+        """All workers are told something."""
+        match notice:
+            case SaveOrder():
+                self._save_within = max(self._save_within, SAVED_WITHIN)
+            case StopTraining():
+                self._save_within = inf
 
     def look(self, now: float) -> list[Stall]:
         """Time has passed."""
@@ -106,16 +123,18 @@ class StallWatch:
                 found = [self._stall(lasted, usual_s, over=True)]
             for what in due:
                 self._longest_due[what] = max(lasted, self._longest_due.get(what, 0.0))
-            if not due and not told and not (self._busy_with and self._goes_on):
+            if not due and not told and not self._save_within and not (self._busy_with and self._goes_on):
                 # Events may come in bursts: their reporter knows better how long an iteration took.
                 self._usual.append(lasted if took_s is None else took_s)
         self._iteration, self._last_at, self._next_s = iteration, now, None
+        self._save_within = max(self._save_within - 1, 0)
         if self._goes_on:
             self._busy_with, self._goes_on = None, False
         return found
 
     def _stall(self, lasted: float, usual_s: float, over: bool) -> Stall:
-        meanwhile = self._busy_with or " and ".join(self._due()) or None
+        due = [*self._due(), *([CHECKPOINT] if self._save_within else [])]
+        meanwhile = self._busy_with or " and ".join(dict.fromkeys(due)) or None
         return Stall(iteration=self._iteration or 0, seconds=lasted, usual_s=usual_s, meanwhile=meanwhile, over=over)
 
     def _limit(self, usual_s: float) -> float:
@@ -125,6 +144,8 @@ class StallWatch:
         for what in self._due():
             longest_s = self._longest_due.get(what)
             limit = max(limit, LEAST_DUE_S if longest_s is None else STALLED_AFTER * longest_s)
+        if self._save_within:
+            limit = max(limit, LEAST_DUE_S, STALLED_AFTER * self._longest_due.get(CHECKPOINT, 0.0))
         return limit
 
     def _due(self) -> list[str]:

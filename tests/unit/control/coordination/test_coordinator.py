@@ -31,10 +31,11 @@ from megatron_resihp.protocol.messages import (
     Message,
     ProcessExited,
     Ready,
+    SaveRequest,
     ScriptFailed,
     SurvivorReport,
 )
-from megatron_resihp.protocol.notices import NOTICES, WorkersGivenUp
+from megatron_resihp.protocol.notices import NOTICES, Notice, SaveOrder, WorkersGivenUp
 from megatron_resihp.protocol.published import DECISIONS, EmergencyCheckpointOrder, EpochPlan
 from megatron_resihp.protocol.records import IterationPhase, Record
 from megatron_resihp.protocol.wire import Letter
@@ -240,6 +241,16 @@ def test_who_looks_for_stalls_is_asked_only_once_all_is_heard() -> None:
         on_heard=lambda: heard.append("all"),
     ).run()  # fmt: skip
     assert "drill" in heard[: heard.index("all")]
+
+
+def test_who_looks_for_stalls_knows_that_a_checkpoint_was_asked_for() -> None:
+    told: list[Notice] = []
+    store = Played(STARTED, SaveRequest(1.0), END)
+    Coordinator(
+        store, lambda event: None, JobSize(4, 1), [], clock=lambda: store.now,  # type: ignore[arg-type]
+        on_told=told.append,
+    ).run()  # fmt: skip
+    assert SaveOrder(1) in told
 
 
 def test_what_is_published_was_written_down_before(monkeypatch: pytest.MonkeyPatch) -> None:

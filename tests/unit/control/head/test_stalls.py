@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from megatron_resihp.control.head.stalls import StallWatch
+from megatron_resihp.control.head.stalls import SAVED_WITHIN, StallWatch
 from megatron_resihp.events.codec import read_event
 from megatron_resihp.events.job import Stall
+from megatron_resihp.protocol.notices import SaveOrder, StopTraining
 
 LOOK_S = 0.5
 WENT_ON = {"from_epoch": 0, "to_epoch": 1, "resumed_iteration": 10}
@@ -128,6 +129,43 @@ def test_evaluations_and_checkpoints_take_their_time() -> None:
     run.step(10)
     run.wait(40.0)
     assert [event.meanwhile for event in run.told] == ["evaluation"]
+
+
+def test_a_checkpoint_that_was_asked_for_takes_its_time() -> None:
+    """It is written after the next iteration, or the one after that."""
+    run = Run()
+    run.step(10)
+    run.watch.told(SaveOrder(1))
+    run.step(2)
+    run.wait(25.0)
+    run.note("checkpoint", iteration=12, path="there")
+    run.step(10)
+    assert run.told == []
+    run.step(seconds=3.0)
+    assert [event.meanwhile for event in run.told] == [None, None], "it is over"
+
+
+def test_a_checkpoint_that_takes_too_long_is_named_and_never_awaited_for_good() -> None:
+    run = Run()
+    run.step(10)
+    run.watch.told(SaveOrder(1))
+    run.step(1)
+    run.wait(35.0)
+    assert [event.meanwhile for event in run.told] == ["checkpoint"]
+    run.step(SAVED_WITHIN + 1)
+    run.step(seconds=3.0)
+    assert run.told[-1].meanwhile is None, "the job writes none"
+
+
+def test_a_job_that_was_told_to_stop_saves_before_it_ends() -> None:
+    run = Run()
+    run.step(10)
+    run.watch.told(StopTraining(15))
+    run.step(1)
+    run.wait(25.0)
+    run.note("checkpoint", iteration=11, path="there")
+    run.wait(10.0)
+    assert [event.meanwhile for event in run.told] == ["checkpoint"]
 
 
 def test_nothing_is_late_after_the_last_iteration_or_the_end() -> None:
