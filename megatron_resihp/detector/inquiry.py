@@ -7,9 +7,8 @@ Pure. Only one runs at a time, since all workers must know of it before it can r
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from megatron_resihp.detector.input.observations import Layout
 from megatron_resihp.detector.relapses import Relapses
-from megatron_resihp.detector.validation import Suspicion, culprits, plan_validation
+from megatron_resihp.detector.validation import Suspicion, culprits, products
 from megatron_resihp.protocol.notices import ValidationOrder
 
 PAUSE: Final = 50
@@ -25,15 +24,13 @@ class Inquiries:
 
     Args:
         gemm_shape: (m, n, k) of a matrix product of the training.
-        transfer_size: bytes of a transfer between stages.
 
     Attributes:
         relapses: of workers that were asked without work.
     """
 
-    def __init__(self, gemm_shape: tuple[int, int, int], transfer_size: int) -> None:
+    def __init__(self, gemm_shape: tuple[int, int, int]) -> None:
         self._gemm_shape = gemm_shape
-        self._transfer_size = transfer_size
         self._number = self._asked_at = 0
         self._suspicions: Sequence[Suspicion] = ()
         self._seconds: dict[int, Sequence[float]] = {}
@@ -45,19 +42,17 @@ class Inquiries:
         """The suspicions under validation."""
         return self._suspicions
 
-    def ask(self, suspicions: Sequence[Suspicion], layout: Layout, iteration: int) -> ValidationOrder | None:
+    def ask(self, suspicions: Sequence[Suspicion], epoch: int, iteration: int) -> ValidationOrder | None:
         """What to measure; None while answers are awaited, or if there is nothing new to ask."""
         if iteration >= self._asked_at + PAUSE:
             self.drop()
         fresh = [each for each in suspicions if iteration >= self._not_before.get(_asked_for(each), 0)]
         if self._suspicions or not fresh:
             return None
-        links = [(first, second) for first, second in layout.links.tolist()]
-        plan = plan_validation(fresh, [self._gemm_shape], links, self._transfer_size)
         self._number += 1
         self._suspicions, self._seconds, self._asked_at = fresh, {}, iteration
         self._not_before |= {_asked_for(each): iteration + self._pause(each) for each in fresh}
-        return ValidationOrder(self._number, layout.epoch, plan.gemms, plan.transfers)
+        return ValidationOrder(self._number, epoch, products(fresh, [self._gemm_shape]))
 
     def answer(self, number: int, worker: int, gemm_seconds: Sequence[float]) -> list[Settled]:
         """Take a worker's measurement; once all suspects have answered, returns the settled suspicions."""

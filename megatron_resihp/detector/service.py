@@ -77,9 +77,9 @@ class DetectionService:
                 self._places = nodes * workers_per_node
             case Job():
                 self._job = event
-                if event.gemm is not None and event.transfer_bytes is not None:
+                if event.gemm is not None:
                     m, n, k = event.gemm
-                    self._inquiries = Inquiries((m, n, k), event.transfer_bytes)
+                    self._inquiries = Inquiries((m, n, k))
                 return self._records.open(event) + self._load(event.cost_model)
             case EpochStarted():
                 plan = ParallelPlan.from_dict(event.plan)
@@ -179,7 +179,7 @@ class DetectionService:
         suspicions = self._monitor.suspicions() + idle + self._remembered_suspects(iteration)
         if not suspicions or self._inquiries is None:
             return []
-        order = self._inquiries.ask(suspicions, self._layout, iteration)
+        order = self._inquiries.ask(suspicions, self._layout.epoch, iteration)
         if order is None:
             return []
         self._order(order)

@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from megatron_resihp.protocol.notices import MatrixProduct, Transfer
+from megatron_resihp.protocol.notices import MatrixProduct
 
 LEAST_SHARE: Final = 0.5
 """Least share of the suspected slowdown (as log ratio) that a culprit shows in a micro-benchmark."""
@@ -37,37 +37,15 @@ class Suspicion:
     idle: bool = False
 
 
-@dataclass(frozen=True)
-class ValidationPlan:
-    """The benchmarks to run. All times are reported in seconds, one for each repeat."""
-
-    gemms: tuple[MatrixProduct, ...]
-    transfers: tuple[Transfer, ...]
-
-
-def plan_validation(
-    suspicions: Sequence[Suspicion],
-    gemm_shapes: Sequence[tuple[int, int, int]],
-    links: Sequence[tuple[int, int]],
-    transfer_size: int,
-) -> ValidationPlan:
-    """Benchmarks for all suspects together.
+def products(suspicions: Sequence[Suspicion], gemm_shapes: Sequence[tuple[int, int, int]]) -> tuple[MatrixProduct, ...]:
+    """Benchmarks for all suspects together; nothing is sent, since no link decides who is slow.
 
     Args:
         suspicions: what to decide.
         gemm_shapes: (m, n, k) of the training's matrix products.
-        links: pairs of workers that send each other data; those with a suspect that has work are tested.
-        transfer_size: bytes of a usual transfer.
     """
     suspects = tuple(sorted({worker for each in suspicions for worker in each.workers}))
-    if not suspects:
-        return ValidationPlan((), ())
-    working = {worker for each in suspicions if not each.idle for worker in each.workers}
-    tried = [pair for pair in links if not working.isdisjoint(pair)]
-    return ValidationPlan(
-        tuple(MatrixProduct(suspects, *shape) for shape in gemm_shapes),
-        tuple(Transfer(first, second, transfer_size) for first, second in tried),
-    )
+    return tuple(MatrixProduct(suspects, *shape) for shape in gemm_shapes) if suspects else ()
 
 
 def culprits(

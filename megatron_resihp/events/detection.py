@@ -7,7 +7,7 @@ May import: the standard library and this package's modules.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 from megatron_resihp.events.event import Event, event
 
@@ -49,11 +49,7 @@ class Validation(Event):
     number: Annotated[int, "of the validation"]
     iteration: Annotated[int, "after which it ran"]
     seconds: Annotated[float, "what it cost this worker"]
-    gemm_seconds: Annotated[tuple[float, ...], "each repeat of a matrix product; empty: not a suspect"]
-    transfers: Annotated[
-        tuple[Mapping[str, Any], ...] | None,
-        'P2P with each peer: `[{"peer", "size" in bytes, "seconds": each repeat}]`',
-    ] = None
+    gemm_seconds: Annotated[tuple[float, ...], "each repeat of a matrix product; empty: the device had no room for it"]
 
 
 @event("notice", written_by="the detector, on node 0")

@@ -14,7 +14,6 @@ from megatron_resihp.protocol.values import Epoch, ExitCode, Finite, Natural, Po
 from megatron_resihp.protocol.wire import Kinds
 
 GEMM_REPEATS: Final = 20
-TRANSFER_REPEATS: Final = 10
 
 
 @dataclass(frozen=True)
@@ -77,16 +76,6 @@ class MatrixProduct:
 
 
 @dataclass(frozen=True)
-class Transfer:
-    """`sender` sends `size` bytes to `receiver`, so many times; a worker that is in none waits for none."""
-
-    sender: Worker
-    receiver: Worker
-    size: Natural
-    repeats: Positive = TRANSFER_REPEATS
-
-
-@dataclass(frozen=True)
 class ValidationOrder:
     """Suspects are to measure, between two iterations of this epoch.
 
@@ -97,7 +86,6 @@ class ValidationOrder:
     number: Positive
     epoch: Epoch
     gemms: tuple[MatrixProduct, ...]
-    transfers: tuple[Transfer, ...]
 
 
 @dataclass(frozen=True)

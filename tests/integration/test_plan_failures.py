@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from jobs import WISHING, Job, Jobs, ask_at, check_training, tiny
+from nursery import SUSPECTS
 from test_plans import V_SHAPE, chunks, explicit, in_order, stages
 from test_recovery_points import EVALUATION, RECOVERY_POINTS, evaluations
 
@@ -256,15 +257,12 @@ def test_the_only_holder_of_a_layer_dies(jobs: Jobs, tmp_path: Path) -> None:
 
 @NIGHTLY
 def test_suspects_are_tested_under_a_heterogeneous_plan(jobs: Jobs, tmp_path: Path) -> None:
-    """Matrix products on the suspects and P2P on their links, while training goes on as if nothing were."""
+    """Matrix products on the suspects, while training goes on as if nothing were."""
     # A first test is ordered before the plan is in force, and the next one is long after it.
     model = PIPELINE | {"train_iters": PAUSE + 6}
     job = jobs.run(tiny(**model, resihp_plan=ask_at(tmp_path, (UNLIKE, 1))), workers=4, judge="suspects")
     check_training(job, jobs.reference(tiny(**model), workers=4))
-    tests = {event["worker"]: event for event in job.events("validation")}
-    assert {peer: [each["peer"] for each in event["transfers"]] for peer, event in tests.items()} == {
-        0: [2], 1: [2], 2: [0, 1]
-    }  # fmt: skip
+    assert {event["worker"] for event in job.events("validation")} == set(SUSPECTS)
     assert not job.events("detection_failed")
 
 

@@ -146,20 +146,17 @@ def test_training_does_not_need_the_judge(jobs: Jobs, judge: str) -> None:
 
 
 def test_suspects_are_tested_between_two_iterations(jobs: Jobs) -> None:
-    """Matrix products on the suspects and P2P on their links, once, while training goes on as if nothing were."""
+    """Matrix products on the suspects, once, while training goes on as if nothing were."""
     arguments = tiny(pipeline_model_parallel_size=2, train_iters=ITERATIONS)
     reference = jobs.reference(arguments, workers=4)
     job = jobs.run(arguments, workers=4, judge="suspects")
     check_training(job, reference)
 
     tests = {event["worker"]: event for event in job.events("validation")}
-    (layout,), records = recorded(job)
-    links = [set(link) for link in layout.links.tolist() if set(link) & set(SUSPECTS)]
-    assert len(job.events("validation")) == len(tests) and set(tests) == set(SUSPECTS).union(*links)
+    _, records = recorded(job)
+    assert len(job.events("validation")) == len(tests) and set(tests) == set(SUSPECTS)
     assert len({(event["number"], event["iteration"]) for event in tests.values()}) == 1
-    for worker, event in tests.items():
-        assert bool(event["gemm_seconds"]) == (worker in SUSPECTS)
-        assert all(seconds > 0 for seconds in event["gemm_seconds"]) and event["seconds"] > 0
-        assert [{worker, each["peer"]} for each in event["transfers"]] == [link for link in links if worker in link]
+    for event in tests.values():
+        assert event["gemm_seconds"] and min(event["gemm_seconds"]) > 0 and event["seconds"] > 0
     tested = {record.worker for record in records if SpanKind.VALIDATION in record.spans["kind"]}
     assert tested == set(tests)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Micro-benchmarks on suspects between two iterations: matrix products of the training's shape, P2P on their links.
+"""Micro-benchmarks on suspects between two iterations: matrix products of the training's shape.
 
-They begin after a step. When that step was agreed on, every worker had heard of them, so both ends of a link take part
-in the same one. May import megatron, `control`, `detector.input.records` and this package.
+They begin after a step. When that step was agreed on, every worker had heard of them, so all suspects measure after the
+same one. May import torch, `control`, `detector.input.records` and this package.
 """
 
 import time
@@ -10,13 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core.utils import get_model_config
 
 from megatron_resihp.detector.input.records import SpanKind
 from megatron_resihp.events.detection import Validation
 from megatron_resihp.integration.runtime import Runtime
-from megatron_resihp.protocol.notices import MatrixProduct, Transfer
+from megatron_resihp.protocol.notices import MatrixProduct
 
 
 def validate(runtime: Runtime) -> None:
@@ -25,16 +23,14 @@ def validate(runtime: Runtime) -> None:
     assert order is not None
     runtime.orders.validation = None
     gemms = [gemm for gemm in order.gemms if runtime.worker in gemm.workers]
-    transfers = [each for each in order.transfers if runtime.worker in (each.sender, each.receiver)]
-    if not gemms and not transfers:
+    if not gemms:
         return
     began = time.monotonic()
     with runtime.probes.span(SpanKind.VALIDATION):
         gemm_seconds = [seconds for gemm in gemms for seconds in _time_gemm(runtime, gemm)]
-        timed = [_time_transfer(runtime, each) for each in transfers]
     runtime.control.event(Validation(
         number=order.number, iteration=runtime.progress.iteration, seconds=time.monotonic() - began,
-        gemm_seconds=tuple(gemm_seconds), transfers=tuple(timed),
+        gemm_seconds=tuple(gemm_seconds),
     ))  # fmt: skip
 
 
@@ -55,30 +51,6 @@ def _time_gemm(runtime: Runtime, gemm: MatrixProduct) -> list[float]:
 def _slowed(runtime: Runtime, action: Callable[[], Any]) -> Callable[[], Any]:
     slowing = runtime.pads.slowing
     return action if slowing is None else lambda: slowing.stretch(action)
-
-
-def _time_transfer(runtime: Runtime, transfer: Transfer) -> dict[str, Any]:
-    """There with `size` bytes and back with one element: seconds of each repeat at either end."""
-    sends = transfer.sender == runtime.worker
-    peer = transfer.receiver if sends else transfer.sender
-    rank, group = runtime.view.rank_order.index(peer), runtime.mode.link_group
-    # As training sends. With NCCL, what is posted in a batch goes by a communicator that all members of the group make,
-    # and what is posted alone by one of the two ends.
-    batched = get_model_config(runtime.held.live.model[0]).batch_p2p_comm
-    there = torch.zeros(max(transfer.size // 4, 1), dtype=torch.float32, device="cuda")
-    back = torch.zeros(1, dtype=torch.float32, device="cuda")
-
-    def travel() -> None:
-        work: Any
-        for tensor, outward in ((there, True), (back, False)):
-            post = dist.isend if outward == sends else dist.irecv
-            if batched:
-                [work] = dist.batch_isend_irecv([dist.P2POp(post, tensor, rank, group)])
-            else:
-                work = post(tensor, rank, group)
-            work.wait()
-
-    return {"peer": peer, "size": transfer.size, "seconds": _time(travel, transfer.repeats)}
 
 
 def _time(action: Callable[[], Any], repeats: int) -> list[float]:

@@ -154,10 +154,6 @@ class HeterogeneousMode(Mode):
         with as_stage(view.own_chunks[0], len(view.chunks)):
             start_streams(runtime.job.args, runtime.epoch)
 
-    @property
-    def link_group(self) -> Any:
-        return dist.group.WORLD
-
     def train(self, schedule: Schedule, call: dict[str, Any]) -> Losses:
         asked = _schedule_call(call)
         work = self._work(self._routes, asked)

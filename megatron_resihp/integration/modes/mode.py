@@ -97,11 +97,6 @@ class Mode(ABC):
     def build_groups(self) -> None:
         """Make Megatron's groups in the plan's world, and start its random streams."""
 
-    @property
-    @abstractmethod
-    def link_group(self) -> Any:
-        """The group in which a micro-benchmark of a link is run."""
-
     def close(self) -> None:
         """Let go of groups, which may be called twice; what else a mode says holds until the next one's epoch."""
         vars(self).pop("everybody", None)

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core import mpu
 from megatron.core.utils import get_model_config
 
 from megatron_resihp.executor.gloo.groups_ahead import WorldGroup
@@ -111,10 +110,6 @@ class UniformMode(Mode):
         self._runtime.setup.sizes.restore(self._sizes)
         self._runtime.setup.build_groups(**self._degrees)
         start_streams(self._runtime.job.args, self._runtime.epoch)
-
-    @property
-    def link_group(self) -> Any:
-        return mpu.get_pipeline_model_parallel_group()
 
     def train(self, schedule: Schedule, call: dict[str, Any]) -> Losses:
         share = len(self.view.read_order)

@@ -5,20 +5,18 @@ import math
 
 import pytest
 
-from megatron_resihp.detector.validation import Suspicion, culprits, plan_validation
+from megatron_resihp.detector.validation import Suspicion, culprits, products
+from megatron_resihp.protocol.notices import MatrixProduct
 
 PAIR = Suspicion((4, 5), 0.2, 60, 63)
 
 
-def test_only_suspects_and_their_links_are_measured():
-    plan = plan_validation([PAIR], [(512, 1024, 256)], [(0, 4), (1, 5), (2, 6)], 1 << 20)
-    assert plan.gemms[0].workers == (4, 5) and (plan.gemms[0].m, plan.gemms[0].n, plan.gemms[0].k) == (512, 1024, 256)
-    assert [(each.sender, each.receiver) for each in plan.transfers] == [(0, 4), (1, 5)]
+def test_only_suspects_are_measured():
+    assert products([PAIR], [(512, 1024, 256)]) == (MatrixProduct((4, 5), 512, 1024, 256),)
 
 
 def test_without_suspicion_nothing_is_measured():
-    plan = plan_validation([], [(1, 1, 1)], [(0, 1)], 1)
-    assert plan.gemms == () and plan.transfers == ()
+    assert products([], [(1, 1, 1)]) == ()
 
 
 def test_the_slow_one_is_named_with_its_speed():

@@ -58,7 +58,6 @@ from megatron_resihp.protocol.notices import (
     SaveOrder,
     SlownessChanged,
     StopTraining,
-    Transfer,
     ValidationOrder,
     WorkerDismissed,
     WorkersGivenUp,
@@ -114,7 +113,7 @@ TOLD: tuple[Message, ...] = (
 PUBLISHED = (
     (NOTICES, EpochIsBroken(0, "worker 0 died")), (NOTICES, StopTraining(15)), (NOTICES, JobEnds(0, "finished")),
     (NOTICES, SlownessChanged(True, ((1, 0.5),))), (NOTICES, PlanChange(1, 0, ParallelPlan.from_dict(PLAN))),
-    (NOTICES, ValidationOrder(1, 0, (MatrixProduct((0, 1), 8, 8, 8),), (Transfer(0, 1, 4),))),
+    (NOTICES, ValidationOrder(1, 0, (MatrixProduct((0, 1), 8, 8, 8),))),
     (NOTICES, WorkersTakenIn(1, (5,))), (NOTICES, WorkersGivenUp((1,), "silent")),
     (NOTICES, WorkerDismissed(1, "too late")), (NOTICES, NodeReleased(0, (0, 1))), (NOTICES, SaveOrder(1)),
     (NOTICES, OthersFinish()), (NOTICES, DrainOrder((2, 3))), (NOTICES, NoticesForgotten(3)),

@@ -10,7 +10,7 @@ from megatron_resihp.protocol.notices import ValidationOrder
 
 def test_requests_are_taken_once_and_in_their_order() -> None:
     requests = Requests()
-    order, plan = ValidationOrder(1, 0, (), ()), PlanRequest({}, "by hand")
+    order, plan = ValidationOrder(1, 0, ()), PlanRequest({}, "by hand")
     requests.validate(order)
     requests.change_plan(plan)
     assert requests.take() == [order, plan] and not requests.take()
