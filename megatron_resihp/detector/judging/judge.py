@@ -129,9 +129,16 @@ class Judge:
             found_links = self.links.update(self.expected.links(observations), observations.iteration)
         every = self._settings.learn_every
         if observations.iteration % every == 0:
-            suspect = self._units.spread(self.workers.suspect()) | left_out
+            suspect = self._units.spread(self.workers.suspect() | self._faster_than_stage()) | left_out
             self.expected.learn(observations, self._units.spread(self.workers.levels.healthy()), suspect, every)
         return self._verdicts(found, found_links, observations)
+
+    def _faster_than_stage(self) -> NDArray[np.bool_]:
+        """[units] which healthy units became faster while others of their stage did not: costs are the others'."""
+        levels, stage = self.workers.levels, self._units.stage
+        faster = levels.faster.now | (levels.faster.level < 0)
+        as_usual = np.bincount(stage, ~faster & ~levels.slow) > 0
+        return faster & as_usual[stage]
 
     def learned(self) -> Learned:
         """What another run of the job can start from."""
@@ -257,7 +264,7 @@ def _level_of(worker: int, units: Units, tracker: Tracker, idle: Mapping[Members
     """Log of a worker's present level relative to the prediction, slowness included; 0 for an unknown worker."""
     for unit, members in enumerate(units.members):
         if worker in members:
-            return float(tracker.levels.healthy()[unit] + tracker.levels.excess[unit])
+            return float(tracker.levels.present()[unit])
     for members, known in idle.items():
         if worker in members:
             return float(known.level + known.offset[JOB] + known.excess)

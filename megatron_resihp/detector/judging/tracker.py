@@ -5,17 +5,18 @@ A healthy unit is tested for an onset (`sequential`), a slow one for recovery an
 without peers as a series of its own (`series.alone`). Imports numpy and this package.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_resihp.detector.judging.faster import SETTLED
 from megatron_resihp.detector.judging.level_tests import mean_of, noise_of, recovery, rows_since, severity
 from megatron_resihp.detector.judging.levels import column_medians
 from megatron_resihp.detector.judging.noise import FAR, KnownNoise, Noise
-from megatron_resihp.detector.judging.recent import KEPT, RecentResiduals
+from megatron_resihp.detector.judging.recent import RecentResiduals
 from megatron_resihp.detector.judging.sequential import LONGEST, MEANS, REFRESH, OnsetLimits, crossing
 from megatron_resihp.detector.judging.unit_levels import JOB, NODE, Known, UnitLevels
 from megatron_resihp.detector.series.alone import Alone
@@ -82,13 +83,13 @@ class Tracker:
             known: the units' noise, if an earlier run learned it; then a few iterations suffice to tell the levels.
         """
         self._group, self._smallest = group, smallest
-        self.levels = UnitLevels(level, slow, int(iterations[0]))
+        self.levels = UnitLevels(level, slow, int(iterations[0]), smallest)
         self._recent = RecentResiduals(group.size)
         centred = np.stack([self.levels.centred(row, group) for row in history])
         offset = column_medians(centred)
         self.noise = Noise(centred - offset, CLIP_SHARE * smallest, known)
         self.levels.drift(np.where(slow, 0.0, offset))
-        for iteration, row in zip(iterations[-KEPT:], centred[-KEPT:], strict=True):
+        for iteration, row in zip(iterations, self._again(history), strict=True):
             self._recent.push(row, int(iteration))
         self._onset = OnsetLimits(smallest, known)
         self._alone = Alone()
@@ -106,9 +107,19 @@ class Tracker:
         The other arguments are as in the constructor.
         """
         self._alone.begin(np.flatnonzero(alone), self._onset.false_alarm, self._smallest)
-        for place, row in enumerate(history):
-            for unit, step in _changes_alone(self._alone, self.levels.centred(row, self._group)[JOB], self.levels):
+        for place, row in enumerate(self._again(history)):
+            for unit, step in _changes_alone(self._alone, row[JOB], self.levels):
                 self._set_alone(unit, step, int(iterations[max(place + 1 - step.rows, 0)]))
+
+    def _again(self, history: NDArray[np.float64]) -> Iterator[NDArray[np.float64]]:
+        """Centred residuals of all units' first iterations, once their noise is known."""
+        self.levels.faster.forget()
+        return map(self._centred, history)
+
+    def _centred(self, residuals: NDArray[np.float64]) -> NDArray[np.float64]:
+        noise, own = self.noise, residuals - self.levels.healthy()
+        self.levels.faster.see(own, noise.variance[JOB], noise.drift[JOB], noise.clip[JOB])
+        return self.levels.centred(residuals, self._group)
 
     def _set_alone(self, unit: int, step: Step, since: int) -> Finding:
         self.levels.slow[unit], self.levels.began[unit] = step.change is not Change.RECOVERY, since
@@ -117,7 +128,7 @@ class Tracker:
 
     def update(self, residuals: NDArray[np.float64], iteration: int) -> list[Finding]:
         """Take in one iteration's residuals, [units], NaN where unknown."""
-        centred = self.levels.centred(residuals, self._group)
+        centred = self._centred(residuals)
         self._recent.push(centred, iteration)
         if self._onset.due():
             self._learn_oldest()
@@ -166,12 +177,12 @@ class Tracker:
         self._group = group
         self._recent.move(source)
         new = self.levels.move(source, returning, level, slow, int(iterations[0]))
-        centred = np.stack([self.levels.centred(row, group) for row in history])
         if empty:
+            centred = np.stack([self.levels.centred(row, group) for row in history])
             self.noise = Noise(centred - column_medians(centred), smallest_clip=CLIP_SHARE * self._smallest)
         else:
             self.noise.move(source)
-        for iteration, row in zip(iterations, centred, strict=True):
+        for iteration, row in zip(iterations, self._again(history), strict=True):
             self._recent.push(np.where(new, row, np.nan), int(iteration))
         return self.found_slow(new)
 
@@ -193,13 +204,15 @@ class Tracker:
     def _learn_oldest(self) -> None:
         """Learn from residuals that are too old for any test: no alarm included them, so they count as healthy."""
         old, with_far = self._recent.take_old()
-        known = old & ~self.levels.slow
+        levels = self.levels
+        known = old & ~levels.slow & (levels.faster.steady == SETTLED)
+        usual = levels.offset + levels.faster_than_job()
         oldest, following, earlier = (
-            self._recent.values[LONGEST + lag : LONGEST + lag + REFRESH] - self.levels.offset for lag in (0, -1, FAR)
+            self._recent.values[LONGEST + lag : LONGEST + lag + REFRESH] - usual for lag in (0, -1, FAR)
         )
         self.noise.learn(oldest, following, known, earlier, known & with_far)
         clipped = np.clip(oldest, -self.noise.clip, self.noise.clip)
-        self.levels.drift(np.where(known, clipped, 0.0).sum(axis=0) / TRACKING)
+        levels.drift(np.where(known, clipped, 0.0).sum(axis=0) / TRACKING)
 
     def _onsets(self, candidates: NDArray[np.bool_]) -> list[Finding]:
         newest, count = self._drifted(), self._recent.count
@@ -210,9 +223,16 @@ class Tracker:
             family = JOB if windows[JOB, unit] else NODE
             window = int(windows[family, unit])
             series = newest[: count[family, unit], family, unit]
+            if not self._exceeds_job(unit, newest[:window, JOB, unit]):
+                continue
             rows = rows_since(series, window, self.noise.clip[family, unit])
             findings.append(self._begin(unit, Change.ONSET, self._recent.iteration(family, unit, rows), window))
         return findings
+
+    def _exceeds_job(self, unit: int, series: NDArray[np.float64]) -> bool:
+        """Whether the unit is slower than the job, too; otherwise it would recover at once, as JOB tells that."""
+        clip = self.noise.clip[JOB, unit]
+        return bool(np.clip(series, -clip, clip).mean() >= self._smallest / 2)
 
     def _changes(self, candidates: NDArray[np.bool_]) -> list[Finding]:
         findings = []

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_resihp.detector.judging.common_mode import job_level, peer_medians
+from megatron_resihp.detector.judging.faster import Faster
 from megatron_resihp.detector.judging.recent import moved
 from megatron_resihp.detector.judging.sequential import FAMILIES
 
@@ -29,7 +30,7 @@ class Known:
         level: its healthy level.
         offset: [families] its drift from that level.
         slow: whether it was slow.
-        excess: how slow it was, log of the ratio of times.
+        excess: how slow it was, log of the ratio of times; below 0 if it was faster than its level.
         began: the iteration from which it was slow.
     """
 
@@ -46,6 +47,7 @@ class UnitLevels:
     Args:
         level, slow: the result of `healthy_levels`.
         began: iteration from which the slow ones are slow.
+        smallest: smallest slowdown to report, log of the ratio of times.
 
     Attributes:
         level: [units] healthy levels.
@@ -54,19 +56,33 @@ class UnitLevels:
         excess: [units] how slow it is, log of the ratio of times.
         first_excess: [units] the same, when that was found.
         began: [units] the iteration from which it is.
+        faster: which healthy units are faster than their levels.
     """
 
-    def __init__(self, level: NDArray[np.float64], slow: NDArray[np.bool_], began: int) -> None:
+    def __init__(self, level: NDArray[np.float64], slow: NDArray[np.bool_], began: int, smallest: float) -> None:
         units = level.size
         self.level, self.slow = level, slow.copy()
         self.offset = np.zeros((FAMILIES, units))
         self.excess = np.zeros(units)
         self.first_excess = np.zeros(units)
         self.began = np.where(slow, began, 0)
+        self.faster = Faster(units, smallest)
 
     def healthy(self) -> NDArray[np.float64]:
         """[units] log of the device's own healthy level relative to the prediction."""
         return self.level + self.offset[JOB]
+
+    def present(self) -> NDArray[np.float64]:
+        """[units] log of the device's level as it is now, slow or faster than usual."""
+        return self.healthy() + self._beyond()
+
+    def _beyond(self) -> NDArray[np.float64]:
+        return np.where(self.slow, self.excess, self.faster.level)
+
+    def faster_than_job(self) -> NDArray[np.float64]:
+        """[units] how much faster units have been for long than all healthy units have at least, 0 or below."""
+        healthy = self.faster.level[~self.slow]
+        return np.minimum(self.faster.level - healthy.max(), 0.0) if healthy.size else self.faster.level
 
     def centred(self, residuals: NDArray[np.float64], group: NDArray[np.int64]) -> NDArray[np.float64]:
         """[families, units] residuals without the part that the node or the job shares.
@@ -78,9 +94,11 @@ class UnitLevels:
         residuals = residuals - self.level
         known = np.isfinite(residuals)
         healthy = known & ~self.slow
-        usable = healthy if healthy.any() else known
-        job = residuals - job_level(residuals - self.offset[JOB], usable)
-        return np.stack([residuals - peer_medians(residuals, usable, group), job])
+        as_usual = healthy & ~self.faster.now
+        usable = next((each for each in (as_usual, healthy) if each.any()), known)
+        shared = residuals - self.faster_than_job()
+        job = residuals - job_level(shared - self.offset[JOB], usable)
+        return np.stack([residuals - peer_medians(shared, usable, group), job])
 
     def drift(self, change: NDArray[np.float64] | float) -> None:
         """Let the healthy levels follow drift, [families, units]."""
@@ -88,9 +106,10 @@ class UnitLevels:
 
     def known(self) -> list[Known]:
         """What is known of each unit, for `move` when the unit comes back."""
+        beyond = self._beyond()
         return [
             Known(float(self.level[unit]), self.offset[:, unit].copy(), bool(self.slow[unit]),
-                  float(self.excess[unit]), int(self.began[unit]))
+                  float(beyond[unit]), int(self.began[unit]))
             for unit in range(self.level.size)
         ]  # fmt: skip
 
@@ -108,11 +127,15 @@ class UnitLevels:
         present = source >= 0
         for name in ("level", "offset", "slow", "excess", "first_excess", "began"):
             setattr(self, name, moved(getattr(self, name), source))
+        self.faster.move(source)
         self.level = np.where(present, self.level, level)
         for unit, known in returning.items():
             self.level[unit], self.offset[:, unit] = known.level, known.offset
             self.slow[unit], self.began[unit] = known.slow, known.began
-            self.excess[unit] = self.first_excess[unit] = known.excess
+            if known.slow:
+                self.excess[unit] = self.first_excess[unit] = known.excess
+            else:
+                self.faster.level[unit] = known.excess
         new = slow & ~present
         new[list(returning)] = False
         self.slow |= new
