@@ -189,7 +189,8 @@ class Expected:
         Args:
             layout: of the new epoch.
             settling: its first iterations.
-            level: [workers] log of each device's level, slowness included.
+            level: [workers] log of each device's level, slowness included; NaN for devices that are new. These scale
+                only what no other worker shows.
             shared: as in the constructor.
         """
         stages = int(layout.stage.max()) + 1
@@ -200,17 +201,14 @@ class Expected:
         self._stage = layout.stage
         self.hidden = _hidden(settling, shared)
         model = CostModel(ops, collectives)
-        ratios = []
-        for each in settling:
-            predicted = model.own_compute(self._stage, *workload(each))
-            ratios.append(np.log(self.own(each) / predicted) - level[:, None, None, None])
+        ratio = padded([np.log(self.own(each) / model.own_compute(self._stage, *workload(each))) for each in settling])
+        of_known = ratio - level[:, None, None, None]
         scale = np.ones(ops.alpha.shape)
-        ratio = padded(ratios)
         for stage in range(stages):
-            of_stage = ratio[:, layout.stage == stage]
-            of_stage = np.moveaxis(of_stage, (2, 3), (0, 1)).reshape(*scale.shape[1:], -1)
-            known = np.isfinite(of_stage).any(axis=-1)
-            scale[stage][known] = np.exp(np.nanmedian(of_stage[known], axis=-1))
+            for some in (ratio - np.nan_to_num(level)[:, None, None, None], of_known):
+                of_stage = np.moveaxis(some[:, layout.stage == stage], (2, 3), (0, 1)).reshape(*scale.shape[1:], -1)
+                known = np.isfinite(of_stage).any(axis=-1)
+                scale[stage][known] = np.exp(np.nanmedian(of_stage[known], axis=-1))
         self._cost = CurrentCost(CostModel(_scaled(ops, scale), model.collectives), shared=self._cost.shared)
         self._set_links(layout, settling)
 

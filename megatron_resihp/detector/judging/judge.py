@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from megatron_resihp.detector.input.observations import IterationObservations, Layout, with_chunks
 from megatron_resihp.detector.judging.expected import Expected
 from megatron_resihp.detector.judging.learned import Learned, UnitsNoise
-from megatron_resihp.detector.judging.levels import healthy_levels
+from megatron_resihp.detector.judging.levels import healthy_levels, new_levels
 from megatron_resihp.detector.judging.tracker import Finding, Tracker
 from megatron_resihp.detector.judging.unit_levels import JOB, Known
 from megatron_resihp.detector.judging.units import Members, Units, alike_links, has_peers
@@ -102,7 +102,10 @@ class Judge:
 
         history = np.stack([self._units.average(self.expected.workers(each)) for each in settling])
         source, returning = _sources(units, self._units.members, self.workers, self._idle_workers)
-        levels = healthy_levels(history, self._units.stage, self._settings.peer_slowdown)
+        new, healthy = source < 0, (source >= 0) & ~self.workers.levels.slow[source]
+        new[list(returning)] = False
+        healthy[[unit for unit, known in returning.items() if not known.slow]] = True
+        levels = new_levels(history, self._units.stage, self._settings.peer_slowdown, new, healthy)
         slow = self.workers.move(source, returning, self._units.node, history, numbers, *levels)
 
         history = np.stack([self.expected.links(each) for each in settling])
@@ -261,14 +264,14 @@ def _sources(
 
 
 def _level_of(worker: int, units: Units, tracker: Tracker, idle: Mapping[Members, Known]) -> float:
-    """Log of a worker's present level relative to the prediction, slowness included; 0 for an unknown worker."""
+    """Log of a worker's present level relative to the prediction, slowness included; NaN for an unknown worker."""
     for unit, members in enumerate(units.members):
         if worker in members:
             return float(tracker.levels.present()[unit])
     for members, known in idle.items():
         if worker in members:
             return float(known.level + known.offset[JOB] + known.excess)
-    return 0.0
+    return float("nan")
 
 
 def _slow(units: Sequence[Members], tracker: Tracker, idle: Mapping[Members, Known]) -> Iterator[tuple[Members, float]]:

@@ -37,6 +37,32 @@ def healthy_levels(
     return level, slow
 
 
+def new_levels(
+    history: NDArray[np.float64],
+    peers: NDArray[np.int64],
+    slowest: float,
+    new: NDArray[np.bool_],
+    healthy: NDArray[np.bool_],
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """As `healthy_levels`, for units of which some are new. One peer that was healthy before is enough for these.
+
+    Predictions are scaled to the known units, so that a new one like them has a level of 0. What a few iterations tell
+    of its level is uncertain by their own noise.
+
+    Args:
+        history, peers, slowest: as in `healthy_levels`.
+        new, healthy: [units] whether nothing was known of the unit before, or that it was healthy.
+    """
+    seen = column_medians(history)
+    level, slow = healthy_levels(history, peers, slowest)
+    count = np.isfinite(history).sum(axis=0)
+    error = 1.4826 * column_medians(np.abs(history - seen)) * np.sqrt(np.pi / 2 / np.maximum(count, 1))
+    few = np.bincount(peers)[peers] < FEWEST_PEERS
+    told = few & new & (np.bincount(peers, healthy) > 0)[peers]
+    found = told & (seen > np.maximum(np.log1p(slowest), OUTLYING * error))
+    return np.where(found, 0.0, level), slow | found
+
+
 def column_medians(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Median over the first axis, 0 in columns without a known value."""
     known = ~np.isnan(values).all(axis=0)

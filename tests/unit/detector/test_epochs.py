@@ -25,6 +25,12 @@ def part(layout: Layout, epoch: int, rows: np.ndarray) -> Layout:
     return replace(layout, epoch=epoch, links=links, **{name: getattr(layout, name)[rows] for name in BY_WORKER})
 
 
+def pairs(epoch: int, workers: list[int]) -> Layout:
+    """Two replicas of two stages, a worker each, those of a stage next to each other."""
+    zero, links = np.zeros(4, np.int64), np.zeros((0, 2), np.int64)
+    return Layout(epoch, np.array(workers), np.array([0, 1, 0, 1]), np.array([0, 0, 1, 1]), zero, zero, links)
+
+
 def go_on(monitor, job, layout, first, last):
     """Watch a job from one iteration to another in this layout; its verdicts."""
     if layout is not job.layout:
@@ -90,6 +96,25 @@ def test_a_new_worker_that_is_slow_is_told_by_its_peers(small_job, slow_from):
     verdicts = go_on(monitor, job, replace(job.layout, epoch=1), 61, 100)
     assert told(verdicts) == [(Kind.COMPUTE, Change.ONSET, (6,))] and verdicts[0].iteration <= 71
     assert abs(monitor.speed(6) - 0.7) < 0.02
+
+
+@pytest.mark.parametrize(("joins_at", "named"), [(0.5, [5, 0, 5]), (1.0, [0])])
+def test_of_two_peers_a_new_one_that_is_slow_is_told_and_hides_nothing(small_job, slow_from, joins_at, named):
+    job = small_job({5: slow_from(1, joins_at, 200), 0: slow_from(130, 0.75)}, layout=pairs(0, [0, 1, 2, 3]))
+    monitor = Monitor(job.layout, 0.01, 1000, WARM)
+    assert go_on(monitor, job, job.layout, 1, 80) == []
+    verdicts = go_on(monitor, job, pairs(1, [0, 5, 2, 3]), 81, 240)
+    assert [each.workers for each in verdicts] == [(each,) for each in named]
+    assert abs(monitor.speed(0) - 0.75) < 0.02 and monitor.speed(5) == 1.0
+
+
+def test_a_new_worker_is_not_slow_beside_a_slow_one_that_recovered_unseen(small_job, slow_from):
+    job = small_job({1: slow_from(60, 0.7, 100)}, layout=pairs(0, [0, 1, 2, 3]))
+    monitor = Monitor(job.layout, 0.01, 1000, WARM)
+    verdicts = go_on(monitor, job, job.layout, 1, 80)
+    verdicts += go_on(monitor, job, part(job.layout, 1, np.array([2, 3])), 81, 120)
+    verdicts += go_on(monitor, job, pairs(2, [5, 1, 2, 3]), 121, 160)
+    assert told(verdicts) == [(Kind.COMPUTE, Change.ONSET, (1,))]
 
 
 def test_links_may_come_with_a_later_epoch(small_job, slow_from):
