@@ -35,7 +35,7 @@ class Counters:
         repeated: iterations that were not newer than the last.
         missing: iterations that never arrived.
         unreported: records of single workers that did not arrive.
-        malformed: iterations whose arrays do not fit the layout.
+        malformed: iterations whose arrays do not fit the layout, or in which nobody recorded an op.
     """
 
     other_epoch: int = 0
@@ -59,7 +59,8 @@ class Counters:
                 self.repeated += 1
                 return False
             self.missing += observations.iteration - last.iteration - 1
-        if len(observations.compute) != layout.workers.size or len(observations.transfer) != len(layout.links):
+        fits = len(observations.compute) == layout.workers.size and len(observations.transfer) == len(layout.links)
+        if not fits or not observations.compute.size:
             self.malformed += 1
             return False
         self.unreported += int((~observations.reported).sum())

@@ -250,3 +250,14 @@ def test_a_worse_slowdown_is_not_found_later(small_job, slow_from):
         _, verdicts = watch(small_job({5: slow_from(45, speed)}, noise=0.03), 80)
         found.append(verdicts[0].iteration)
     assert found == sorted(found, reverse=True)
+
+
+@pytest.mark.parametrize("number", [5, 20, 50])
+def test_an_iteration_without_any_op_is_left_out(small_job, slow_from, number):
+    job = small_job({1: slow_from(60, 0.8)})
+    monitor, _ = watch(job, number - 1)
+    whole = job.iteration(number)
+    none = {name: getattr(whole, name)[..., :0] for name in ("compute", "waited", "tokens", "squares")}
+    assert monitor.observe(replace(whole, **none)) == [] and monitor.counters.malformed == 1
+    _, verdicts = watch(job, 80, monitor, number + 1)
+    assert [each.workers for each in verdicts] == [(1,)]
