@@ -63,7 +63,7 @@ class Expected:
         self._link_costs: dict[Link, LinkCost] = {}
         if known is None:
             self._stage = layout.stage
-            self.hidden = _hidden(warm_up, shared)
+            self.hidden = hidden_ops(warm_up, shared)
             self._cost = CurrentCost(CostModel(*self._fit(warm_up)))
             self._relearn(warm_up)
             self._set_links(layout, warm_up)
@@ -199,7 +199,7 @@ class Expected:
                    for axis, count in ((0, stages), (2, chunks))]  # fmt: skip
         ops, collectives = (_select(fits, *nearest) for fits in (self.model.ops, self.model.collectives))
         self._stage = layout.stage
-        self.hidden = _hidden(settling, shared)
+        self.hidden = hidden_ops(settling, shared)
         model = CostModel(ops, collectives)
         ratio = padded([np.log(self.own(each) / model.own_compute(self._stage, *workload(each))) for each in settling])
         of_known = ratio - level[:, None, None, None]
@@ -238,7 +238,7 @@ def workload(observations: IterationObservations) -> tuple[NDArray[np.float64], 
     return np.ones_like(tokens), np.zeros_like(squares)
 
 
-def _hidden(observed: Sequence[IterationObservations], shared: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def hidden_ops(observed: Sequence[IterationObservations], shared: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """[workers, kinds, chunks]; see `Expected.hidden`."""
     waited = np.isfinite(stacked(observed, "waited")).any(axis=(0, 4))
     return waited & shared[:, None, None]

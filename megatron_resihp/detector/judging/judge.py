@@ -15,11 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_resihp.detector.input.observations import IterationObservations, Layout, with_chunks
-from megatron_resihp.detector.judging.expected import Expected
+from megatron_resihp.detector.judging.expected import Expected, hidden_ops
 from megatron_resihp.detector.judging.learned import Learned, UnitsNoise
 from megatron_resihp.detector.judging.levels import healthy_levels, new_levels
+from megatron_resihp.detector.judging.moving import Idle, Named, own_levels, regroup, sources
 from megatron_resihp.detector.judging.tracker import Finding, Tracker
-from megatron_resihp.detector.judging.unit_levels import JOB, Known
+from megatron_resihp.detector.judging.unit_levels import Known
 from megatron_resihp.detector.judging.units import Members, Units, alike_links, has_peers
 from megatron_resihp.detector.settings import Settings
 from megatron_resihp.detector.validation import Suspicion
@@ -69,9 +70,9 @@ class Judge:
             alone = np.bincount(self._units.stage)[self._units.stage] == 1
             self.workers.follow_alone(alone, of_workers, numbers)
         self._suspicions: dict[Members, Suspicion] = {}
-        self._named: dict[Members, dict[int, float]] = {}
-        self._idle_workers: dict[Members, Known] = {}
-        self._idle_links: dict[Members, Known] = {}
+        self._named: Named = {}
+        self._idle_workers: Idle = {}
+        self._idle_links: Idle = {}
         self._link_size = _usual_size(warm_up)
 
     def _share_budget(self) -> None:
@@ -91,17 +92,16 @@ class Judge:
         Costs are learned again. What is known of devices and links stays, also for those that have no work now.
         """
         shared = has_peers(layout)
-        level = np.array(
-            [_level_of(worker, self._units, self.workers, self._idle_workers) for worker in layout.workers.tolist()]
-        )
-        self.expected.move(layout, settling, level, shared)
         units, links = self._units.members, _pairs(self._layout)
         self._layout = layout
-        self._units = Units(layout, shared & ~self.expected.hidden.any(axis=(1, 2)))
+        self._units = Units(layout, shared & ~hidden_ops(settling, shared).any(axis=(1, 2)))
+        level = own_levels(layout.workers.tolist(), units, self.workers, self._named, self._idle_workers)
+        self.expected.move(layout, settling, self._units.spread(self._units.slowest(level)), shared)
         numbers = np.array([each.iteration for each in settling])
 
         history = np.stack([self._units.average(self.expected.workers(each)) for each in settling])
-        source, returning = _sources(units, self._units.members, self.workers, self._idle_workers)
+        source, returning = sources(units, self._units.members, self.workers, self._idle_workers)
+        regroup(self._units.members, returning, self._named, self._idle_workers)
         new, healthy = source < 0, (source >= 0) & ~self.workers.levels.slow[source]
         new[list(returning)] = False
         healthy[[unit for unit, known in returning.items() if not known.slow]] = True
@@ -109,7 +109,7 @@ class Judge:
         slow = self.workers.move(source, returning, self._units.node, history, numbers, *levels)
 
         history = np.stack([self.expected.links(each) for each in settling])
-        source, returning = _sources(links, _pairs(layout), self.links, self._idle_links)
+        source, returning = sources(links, _pairs(layout), self.links, self._idle_links)
         levels = healthy_levels(history, alike_links(layout), self._settings.peer_slowdown)
         slow_links = self.links.move(source, returning, _sender_node(layout), history, numbers, *levels)
 
@@ -246,32 +246,6 @@ class Judge:
                 link = pairs.index(pair)
                 return self.expected.bandwidth(link, excess, float(self._link_size[link]))
         return 1.0
-
-
-def _sources(
-    before: Sequence[Members], now: Sequence[Members], tracker: Tracker, idle: dict[Members, Known]
-) -> tuple[NDArray[np.int64], dict[int, Known]]:
-    """For `Tracker.move`: each unit's earlier number, and what is known of units that had no work.
-
-    What is known of units that have no work now goes to `idle`.
-    """
-    number = {members: place for place, members in enumerate(before)}
-    returning = {place: idle.pop(members) for place, members in enumerate(now) if members in idle}
-    present = set(now)
-    known = zip(before, tracker.levels.known(), strict=True)
-    idle |= {members: levels for members, levels in known if members not in present}
-    return np.array([number.get(members, -1) for members in now], dtype=np.int64), returning
-
-
-def _level_of(worker: int, units: Units, tracker: Tracker, idle: Mapping[Members, Known]) -> float:
-    """Log of a worker's present level relative to the prediction, slowness included; NaN for an unknown worker."""
-    for unit, members in enumerate(units.members):
-        if worker in members:
-            return float(tracker.levels.present()[unit])
-    for members, known in idle.items():
-        if worker in members:
-            return float(known.level + known.offset[JOB] + known.excess)
-    return float("nan")
 
 
 def _slow(units: Sequence[Members], tracker: Tracker, idle: Mapping[Members, Known]) -> Iterator[tuple[Members, float]]:

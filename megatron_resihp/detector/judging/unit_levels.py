@@ -72,13 +72,6 @@ class UnitLevels:
         """[units] log of the device's own healthy level relative to the prediction."""
         return self.level + self.offset[JOB]
 
-    def present(self) -> NDArray[np.float64]:
-        """[units] log of the device's level as it is now, slow or faster than usual."""
-        return self.healthy() + self._beyond()
-
-    def _beyond(self) -> NDArray[np.float64]:
-        return np.where(self.slow, self.excess, self.faster.level)
-
     def faster_than_job(self) -> NDArray[np.float64]:
         """[units] how much faster units have been for long than all healthy units have at least, 0 or below."""
         healthy = self.faster.level[~self.slow]
@@ -106,7 +99,7 @@ class UnitLevels:
 
     def known(self) -> list[Known]:
         """What is known of each unit, for `move` when the unit comes back."""
-        beyond = self._beyond()
+        beyond = np.where(self.slow, self.excess, self.faster.level)
         return [
             Known(float(self.level[unit]), self.offset[:, unit].copy(), bool(self.slow[unit]),
                   float(beyond[unit]), int(self.began[unit]))

@@ -62,6 +62,13 @@ class Units:
         total = np.bincount(self._unit, np.where(known, values, 0.0), len(self))
         return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
+    def slowest(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """[units] highest of their workers' values, [workers]; NaN where one is NaN."""
+        result = np.full(len(self), -np.inf)
+        with np.errstate(invalid="ignore"):
+            np.maximum.at(result, self._unit, values)
+        return result
+
     def spread(self, values: NDArray[Any]) -> NDArray[Any]:
         """[workers] the value of each worker's unit."""
         return values[self._unit]

@@ -88,6 +88,48 @@ def test_a_suspicion_outlives_an_epoch_without_its_group(small_job, slow_from, w
     assert abs(monitor.speed(5) - 0.8) < 0.02
 
 
+def without_timed_waits(layout: Layout, epoch: int, groups: list[tuple[int, ...]], stages: list[int]) -> Layout:
+    """These tensor-parallel groups, two replicas of each stage."""
+    rows = [(worker, place % 2, stage, rank) for place, (group, stage) in enumerate(zip(groups, stages, strict=True))
+            for rank, worker in enumerate(group)]  # fmt: skip
+    workers, replica, stage, rank = np.array(rows).T
+    return Layout(epoch, workers, replica, stage, rank, workers // 4, layout.links[:0])
+
+
+@pytest.mark.parametrize("groups", [[(0, 1), (2, 3), (5, 6), (7,)], [(0, 1), (2, 3), (4, 7), (5,)]])
+def test_who_was_named_within_a_group_recovers_in_another_one(small_job, slow_from, watched, groups):
+    job = small_job({5: slow_from(60, 0.7, 150)}, timed=False)
+    monitor, _ = watched(job)
+    (suspicion,) = monitor.suspicions()
+    monitor.settle(suspicion, {5: 0.7})
+    layout = without_timed_waits(job.layout, 1, groups, [0, 0, 1, 1])
+    assert go_on(monitor, job, layout, 81, 140) == [] and abs(monitor.speed(5) - 0.7) < 0.02
+    verdicts = go_on(monitor, job, layout, 141, 200)
+    assert told(verdicts) == [(Kind.COMPUTE, Change.RECOVERY, (5,))] and monitor.speed(5) == 1.0
+    assert monitor.suspicions() == []
+
+
+def test_who_was_named_within_a_group_and_stands_by_is_measured(small_job, slow_from, watched):
+    job = small_job({5: slow_from(60, 0.7)}, timed=False)
+    monitor, _ = watched(job)
+    monitor.settle(monitor.suspicions()[0], {5: 0.7})
+    layout = without_timed_waits(job.layout, 1, [(0, 1), (2, 3), (4,), (6, 7)], [0, 0, 1, 1])
+    assert go_on(monitor, job, layout, 81, 140) == []
+    (suspicion,) = monitor.idle_suspects()
+    assert suspicion.workers[0] == 5
+    (recovery,) = monitor.settle(suspicion, {})
+    assert (recovery.change, recovery.workers) == (Change.RECOVERY, (5,)) and monitor.speed(5) == 1.0
+
+
+def test_a_group_that_returns_after_its_culprit_recovered_is_healthy(small_job, slow_from, watched):
+    job = small_job({5: slow_from(60, 0.7, 100)}, timed=False)
+    monitor, _ = watched(job)
+    monitor.settle(monitor.suspicions()[0], {5: 0.7})
+    layout = without_timed_waits(job.layout, 1, [(0, 1), (2, 3), (4, 7), (5,)], [0, 0, 1, 1])
+    assert [each.change for each in go_on(monitor, job, layout, 81, 140)] == [Change.RECOVERY]
+    assert go_on(monitor, job, replace(job.layout, epoch=2), 141, 180) == [] and monitor.speed(5) == 1.0
+
+
 def test_a_new_worker_that_is_slow_is_told_by_its_peers(small_job, slow_from):
     job = small_job({6: slow_from(1, 0.7)})
     monitor = Monitor(part(job.layout, 0, np.array([0, 1, 2, 3, 4, 5, 7])), 0.01, 1000, WARM)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stays known of devices from one epoch to the next, where units change. Imports numpy and this package.
+
+A worker that was named within a tensor-parallel group stays slow when the plan breaks that group up. So it leaves the
+group as a unit of its own: it may come back as one, or makes the next group that it works in slow, or stands by.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import exp, log
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_resihp.detector.judging.tracker import Tracker
+from megatron_resihp.detector.judging.unit_levels import JOB, Known
+from megatron_resihp.detector.judging.units import Members
+
+Named = dict[Members, dict[int, float]]
+"""By the members of a group in which somebody is slow, the culprits and their speeds p."""
+Idle = dict[Members, Known]
+"""What is known of units without work."""
+
+
+def own_levels(
+    workers: Sequence[int], units: Sequence[Members], tracker: Tracker, named: Named, idle: Idle
+) -> NDArray[np.float64]:
+    """[workers] log of each device's own present level relative to the prediction, slowness included.
+
+    NaN for new devices, and for those of a slow group without a known culprit.
+    """
+    found: dict[int, float] = {}
+    # What was known of a worker alone is newer than what was known of its groups, and its present unit is the newest.
+    earlier = sorted(idle.items(), key=lambda each: -len(each[0]))
+    for members, known in (*earlier, *zip(units, tracker.levels.known(), strict=True)):
+        healthy = known.level + float(known.offset[JOB])
+        if len(members) == 1 or not known.slow:
+            found |= dict.fromkeys(members, healthy + known.excess)
+        else:
+            culprits = named.get(members, {})
+            found |= dict.fromkeys(members, healthy if culprits else float("nan"))
+            found |= {worker: healthy + excess_of(worker, culprits, known.excess) for worker in culprits}
+    return np.array([found.get(worker, float("nan")) for worker in workers])
+
+
+def excess_of(worker: int, culprits: Mapping[int, float], excess: float) -> float:
+    """How slow a culprit is: as slow as its group, if it is the only one."""
+    return excess if len(culprits) == 1 else -log(culprits[worker])
+
+
+def sources(
+    before: Sequence[Members], now: Sequence[Members], tracker: Tracker, idle: Idle
+) -> tuple[NDArray[np.int64], dict[int, Known]]:
+    """For `Tracker.move`: each unit's earlier number, and what is known of units that had no work.
+
+    What is known of units that have no work now goes to `idle`.
+    """
+    number = {members: place for place, members in enumerate(before)}
+    returning = {place: idle.pop(members) for place, members in enumerate(now) if members in idle}
+    present = set(now)
+    known = zip(before, tracker.levels.known(), strict=True)
+    idle |= {members: levels for members, levels in known if members not in present}
+    return np.array([number.get(members, -1) for members in now], dtype=np.int64), returning
+
+
+def regroup(now: Sequence[Members], returning: dict[int, Known], named: Named, idle: Idle) -> None:
+    """Let culprits leave the groups that have no work now, and join those that they work in; changes all but `now`."""
+    for members in [each for each in named if each in idle]:
+        group, culprits = idle[members], named.pop(members)
+        idle[members] = replace(group, slow=False, excess=0.0)
+        for worker in culprits:
+            idle[worker,] = replace(group, excess=excess_of(worker, culprits, group.excess))
+    slow = {worker for (worker, *others), known in idle.items() if known.slow and not others}
+    for place, members in enumerate(now):
+        if workers := sorted(slow.intersection(members)):
+            known = [idle.pop((worker,)) for worker in workers]
+            slowest = max(known, key=lambda each: each.excess)
+            returning[place] = replace(returning.get(place, slowest), slow=True, excess=slowest.excess,
+                                       began=slowest.began)  # fmt: skip
+            named[members] = {worker: exp(-each.excess) for worker, each in zip(workers, known, strict=True)}
