@@ -59,7 +59,7 @@ class Inquiries:
         if number != self._number or not self._suspicions:
             return []
         self._seconds[worker] = gemm_seconds
-        if any(suspect not in self._seconds for each in self._suspicions for suspect in each.workers):
+        if any(suspect not in self._seconds for each in self._suspicions for suspect in each.measured):
             return []
         found: list[Settled] = [(each, culprits(each, self._seconds)) for each in self._suspicions]
         self.drop()

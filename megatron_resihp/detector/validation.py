@@ -16,6 +16,8 @@ from megatron_resihp.protocol.notices import MatrixProduct
 
 LEAST_SHARE: Final = 0.5
 """Least share of the suspected slowdown (as log ratio) that a culprit shows in a micro-benchmark."""
+DEVICES_DIFFER: Final = 0.05
+"""Log ratio of the times of two healthy devices that must not name anyone."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +29,21 @@ class Suspicion:
         slowdown: 1 − p of the slow worker.
         since: estimated first iteration.
         iteration: the iteration whose records decided.
-        idle: whether the first worker was slow and has no work to judge it by; the other one is healthy.
+        reference: a healthy worker of the same stage that measures beside them; None if there is none.
+        idle: whether the worker was slow and has no work to judge it by. Any healthy worker is its reference.
     """
 
     workers: tuple[int, ...]
     slowdown: float
     since: int
     iteration: int
+    reference: int | None = None
     idle: bool = False
+
+    @property
+    def measured(self) -> tuple[int, ...]:
+        """The workers that measure."""
+        return self.workers if self.reference is None else (*self.workers, self.reference)
 
 
 def products(suspicions: Sequence[Suspicion], gemm_shapes: Sequence[tuple[int, int, int]]) -> tuple[MatrixProduct, ...]:
@@ -44,35 +53,38 @@ def products(suspicions: Sequence[Suspicion], gemm_shapes: Sequence[tuple[int, i
         suspicions: what to decide.
         gemm_shapes: (m, n, k) of the training's matrix products.
     """
-    suspects = tuple(sorted({worker for each in suspicions for worker in each.workers}))
-    return tuple(MatrixProduct(suspects, *shape) for shape in gemm_shapes) if suspects else ()
+    measured = tuple(sorted({worker for each in suspicions for worker in each.measured}))
+    return tuple(MatrixProduct(measured, *shape) for shape in gemm_shapes) if measured else ()
 
 
-def culprits(
-    suspicion: Suspicion,
-    seconds: Mapping[int, Sequence[float]],
-    healthy: Mapping[int, float] | None = None,
-) -> dict[int, float]:
+def culprits(suspicion: Suspicion, seconds: Mapping[int, Sequence[float]]) -> dict[int, float]:
     """The suspects that are slow, with their speeds p.
 
-    A worker's time is the median of its repeats. It is compared with its own healthy time if that is known, otherwise
-    with the fastest suspect's, since not all suspects are slow. A suspect that shows less than half of the suspected
-    slowdown is a victim. An idle worker that was known to be slow stays slow unless it was measured.
+    A worker's time is the median of its repeats. It is compared with the fastest suspect's, as rarely all are slow. A
+    suspect that shows less than half of the suspected slowdown is a victim. If all look alike, all of them are slow or
+    none is. Then the reference decides, but only about all of them: two healthy devices are not equally fast. An idle
+    worker is compared with its reference. If it was not measured, it stays slow.
 
     Args:
         suspicion: what to decide.
         seconds: repeats of the same benchmark by worker id; suspects without an entry are not judged.
-        healthy: by worker id, seconds that the benchmark takes when the device is healthy.
     """
-    measured = [worker for worker in suspicion.workers if len(seconds.get(worker, ()))]
-    medians = {worker: float(np.median(seconds[worker])) for worker in measured}
+    repeats = {worker: seconds[worker] for worker in suspicion.measured if len(seconds.get(worker, ()))}
+    medians = {worker: float(np.median(each)) for worker, each in repeats.items()}
     medians = {worker: time for worker, time in medians.items() if np.isfinite(time) and time > 0}
-    if suspicion.idle and len(medians) < len(suspicion.workers):
+    if suspicion.idle and len(medians) < len(suspicion.measured):
         return {suspicion.workers[0]: 1.0 - suspicion.slowdown}
-    if not medians:
+    suspects = {worker: time for worker, time in medians.items() if worker in suspicion.workers}
+    if not suspects:
         return {}
-    fastest = min(medians.values())
-    known = healthy or {}
-    ratios = {worker: time / known.get(worker, fastest) for worker, time in medians.items()}
-    needed = -LEAST_SHARE * np.log1p(-suspicion.slowdown)
-    return {worker: min(1.0 / ratio, 1.0) for worker, ratio in ratios.items() if np.log(ratio) >= needed}
+    needed = -LEAST_SHARE * float(np.log1p(-suspicion.slowdown))
+    found = _slower(suspects, min(suspects.values()), needed)
+    usual = medians.get(suspicion.reference) if suspicion.reference is not None else None
+    if found or usual is None:
+        return found
+    found = _slower(suspects, usual, needed if suspicion.idle else max(needed, DEVICES_DIFFER))
+    return found if len(found) == len(suspicion.workers) else {}
+
+
+def _slower(seconds: Mapping[int, float], usual: float, needed: float) -> dict[int, float]:
+    return {worker: min(usual / time, 1.0) for worker, time in seconds.items() if np.log(time / usual) >= needed}

@@ -179,16 +179,31 @@ class Judge:
 
     def suspicions(self) -> list[Suspicion]:
         """Groups with work in which some unidentified worker is slow."""
-        return [each for members, each in self._suspicions.items() if members in self._units.members]
+        units = self._units.members
+        return [
+            replace(each, reference=self._reference(units.index(members)))
+            for members, each in self._suspicions.items()
+            if members in units
+        ]
+
+    def _reference(self, unit: int) -> int | None:
+        """A worker of a healthy unit of the same stage, the one whose level is nearest: the device most like it."""
+        levels, stage = self.workers.levels, self._units.stage
+        well = np.flatnonzero((stage == stage[unit]) & ~levels.slow & ~levels.faster.now)
+        if not well.size:
+            return None
+        return self._units.members[well[np.abs(levels.level[well] - levels.level[unit]).argmin()]][0]
 
     def idle_suspects(self, iteration: int) -> list[Suspicion]:
         """Workers that were slow when an epoch left them without work, each with a healthy worker as reference."""
         well = np.flatnonzero(~self._units.spread(self.workers.levels.slow))
-        reference = self._layout.workers[well[:1]].tolist()
+        if not well.size:
+            return []
+        reference = int(self._layout.workers[well[0]])
         return [
-            Suspicion((*members, *reference), float(-np.expm1(-known.excess)), known.began, iteration, idle=True)
+            Suspicion(members, float(-np.expm1(-known.excess)), known.began, iteration, reference, idle=True)
             for members, known in self._idle_workers.items()
-            if known.slow and len(members) == 1 and reference
+            if known.slow and len(members) == 1
         ]
 
     def recheck(

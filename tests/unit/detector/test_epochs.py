@@ -116,7 +116,7 @@ def test_who_was_named_within_a_group_and_stands_by_is_measured(small_job, slow_
     layout = without_timed_waits(job.layout, 1, [(0, 1), (2, 3), (4,), (6, 7)], [0, 0, 1, 1])
     assert go_on(monitor, job, layout, 81, 140) == []
     (suspicion,) = monitor.idle_suspects()
-    assert suspicion.workers[0] == 5
+    assert suspicion.workers == (5,)
     (recovery,) = monitor.settle(suspicion, {})
     assert (recovery.change, recovery.workers) == (Change.RECOVERY, (5,)) and monitor.speed(5) == 1.0
 

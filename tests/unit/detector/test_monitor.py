@@ -117,6 +117,17 @@ def test_untimed_waits_leave_a_suspicion_until_validation_names_the_culprit(smal
     assert abs(monitor.speed(5) - 0.8) < 0.02 and monitor.speed(4) == 1.0
 
 
+def test_a_group_that_is_slow_as_a_whole_is_told_by_a_healthy_worker_of_its_stage(small_job, slow_from):
+    job = small_job({worker: slow_from(60, 0.7) for worker in (4, 5)}, timed=False)
+    monitor, _ = watch(job, 80)
+    (suspicion,) = monitor.suspicions()
+    assert suspicion.workers == (4, 5) and suspicion.reference in (6, 7)
+    found = culprits(suspicion, {4: [1 / 0.7], 5: [1 / 0.7], suspicion.reference: [1.0]})
+    verdicts = monitor.settle(suspicion, found)
+    assert [each.workers for each in verdicts] == [(4,), (5,)] and monitor.suspicions() == []
+    assert all(abs(monitor.speed(worker) - 0.7) < 0.02 for worker in (4, 5))
+
+
 def test_a_suspicion_stays_where_validation_finds_nobody(small_job, slow_from):
     job = small_job({5: slow_from(60, 0.8, 100)}, timed=False)
     monitor, _ = watch(job, 80)

@@ -2,6 +2,7 @@
 """Which micro-benchmarks decide a suspicion, and what they say."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -23,8 +24,17 @@ def test_the_slow_one_is_named_with_its_speed():
     assert culprits(PAIR, {4: [1.0, 1.0, 9.0], 5: [1.25, 1.25]}) == {5: pytest.approx(0.8)}
 
 
-def test_both_are_named_when_both_are_slower_than_they_were():
-    assert set(culprits(PAIR, {4: [1.3], 5: [1.25]}, healthy={4: 1.0, 5: 1.0})) == {4, 5}
+def test_all_are_named_when_all_are_slower_than_a_healthy_worker():
+    suspicion = replace(PAIR, reference=6)
+    assert culprits(suspicion, {4: [1.25], 5: [1.3], 6: [1.0]}) == {4: pytest.approx(0.8), 5: pytest.approx(1 / 1.3)}
+    assert culprits(suspicion, {4: [1.0], 5: [1.25], 6: [1.0]}) == {5: pytest.approx(0.8)}
+
+
+def test_nobody_is_named_by_a_faster_device_alone():
+    small = Suspicion((4, 5), 0.06, 60, 63, reference=6)
+    assert culprits(small, {4: [1.0], 5: [1.0], 6: [0.96]}) == {}
+    assert culprits(replace(PAIR, reference=6), {4: [1.13], 5: [1.08], 6: [1.0]}) == {}
+    assert culprits(replace(PAIR, reference=6), {4: [1.3], 6: [1.0]}) == {}, "one of them was not measured"
 
 
 def test_nobody_is_named_when_all_are_alike():
@@ -37,7 +47,7 @@ def test_bad_results_name_nobody():
 
 
 def test_who_was_slow_and_could_not_be_measured_stays_slow() -> None:
-    suspicion = Suspicion((3, 0), 0.5, 90, 100, idle=True)
+    suspicion = Suspicion((3,), 0.5, 90, 100, reference=0, idle=True)
     assert culprits(suspicion, {3: [0.02], 0: [0.01]}) == {3: pytest.approx(0.5)}
     assert culprits(suspicion, {3: [0.01], 0: [0.01]}) == {}
     assert culprits(suspicion, {3: [], 0: [0.01]}) == culprits(suspicion, {3: [0.01], 0: []}) == {3: 0.5}
