@@ -29,6 +29,8 @@ MISFIT: Final = 1.5
 """Ratio of ops' scatter to their noise above which the costs come from other ops."""
 IRRELEVANT: Final = 0.01
 """Scatter that does not matter, whatever the noise."""
+OTHER_SIZE: Final = 0.05
+"""Relative difference of sizes from which the time of a link that was seen with one size only is learned again."""
 UNKNOWN: Final = LinkCost(float("nan"), float("nan"), False, float("nan"))
 
 
@@ -61,16 +63,17 @@ class Expected:
         """
         self._peer_slowdown = peer_slowdown
         self._link_costs: dict[Link, LinkCost] = {}
+        self._link_sizes: dict[Link, float] = {}
         if known is None:
             self._stage = layout.stage
             self.hidden = hidden_ops(warm_up, shared)
             self._cost = CurrentCost(CostModel(*self._fit(warm_up)))
             self._relearn(warm_up)
-            self._set_links(layout, warm_up)
+            self._set_links(layout, warm_up, np.full(len(layout.links), np.nan))
         else:
             self._cost = CurrentCost(known)
             self._link_costs = {pair: link for pair, link in known.links.items() if link.informative}
-            self.move(layout, warm_up, np.zeros(layout.workers.size), shared)
+            self.move(layout, warm_up, np.zeros(layout.workers.size), shared, np.full(len(layout.links), np.nan))
         noise = self.model.ops.noise[np.isfinite(self.model.ops.noise)]
         self.op_noise = max(float(np.median(noise)), LEAST_NOISE) if noise.size else LEAST_NOISE
 
@@ -90,7 +93,9 @@ class Expected:
         features = [padded([workload(each)[number] for each in warm_up]) for number in (0, 1)]
         self._cost.relearn(self._stage, own * np.exp(-level)[:, None, None, None], *features)
 
-    def _set_links(self, layout: Layout, observed: Sequence[IterationObservations]) -> None:
+    def _set_links(
+        self, layout: Layout, observed: Sequence[IterationObservations], healthy: NDArray[np.float64]
+    ) -> None:
         """Fit links that were not known before, and keep the costs of the others, or a slow link would become normal.
 
         For the same reason, a link that is slow from the start gets its peers' costs.
@@ -102,17 +107,48 @@ class Expected:
         pairs = [(min(pair), max(pair)) for pair in layout.links.tolist()]
         found = [_by_bytes(costs.get(pair, UNKNOWN), float(size)) for pair, size in zip(pairs, usual, strict=True)]
         seconds = np.array([cost.seconds(size) for cost, size in zip(found, usual, strict=True)])
+        alike = alike_links(layout)
         with np.errstate(divide="ignore"):
-            seen = np.where(seconds > 0, np.log(seconds), np.nan)[None]
-        level, _ = healthy_levels(seen, alike_links(layout), self._peer_slowdown)
-        for pair, cost, excess in zip(pairs, found, np.nan_to_num(seen[0] - level), strict=True):
-            if pair in costs:
-                self._link_costs.setdefault(pair, _faster(cost, float(np.exp(excess))))
+            seen = np.where(seconds > 0, np.log(seconds), np.nan)
+        self._resize_links(pairs, usual, seen - healthy, alike)
+        level, _ = healthy_levels(seen[None], alike, self._peer_slowdown)
+        for pair, cost, size, excess in zip(pairs, found, usual, np.nan_to_num(seen - level), strict=True):
+            if pair in costs and pair not in self._link_costs:
+                self._link_costs[pair], self._link_sizes[pair] = _faster(cost, float(np.exp(excess))), float(size)
         known = [self._link_costs.get(pair, UNKNOWN) for pair in pairs]
         self._latency = np.array([link.latency for link in known])
         self._per_byte = np.array([link.seconds_per_byte for link in known])
         noise = [link.noise for link in known if np.isfinite(link.noise)]
         self._link_noise = max(float(np.median(noise)), LEAST_NOISE) if noise else LEAST_NOISE
+
+    def _resize_links(
+        self, pairs: Sequence[Link], size: NDArray[np.float64], seen: NDArray[np.float64], alike: NDArray[np.int64]
+    ) -> None:
+        """Scale the costs of links whose transfers have another size than the only one that they were seen with.
+
+        Their latency is unknown, so their time is not in proportion to the bytes. What healthy links of the same kind
+        take now tells; of any kind, if there are none.
+
+        Args:
+            pairs: the links.
+            size: [links] usual bytes of a transfer.
+            seen: [links] log of the seconds that healthy links take for them; otherwise NaN.
+            alike: [links] as of `alike_links`.
+        """
+        before = np.array([self._link_sizes.get(pair, np.nan) for pair in pairs])
+        plain = np.array([not self._link_costs.get(pair, UNKNOWN).informative for pair in pairs], dtype=bool)
+        resized = plain & (size > 0) & (np.abs(size / before - 1) > OTHER_SIZE)
+        if not resized.any():
+            return
+        kept = [self._link_costs.get(pair, UNKNOWN).seconds(each) for pair, each in zip(pairs, size, strict=True)]
+        residual = np.where(resized, seen - np.log(kept), np.nan)
+        for place in map(int, np.flatnonzero(resized)):
+            like = residual[alike == alike[place]]
+            known = like if np.isfinite(like).any() else residual
+            if np.isfinite(known).any():
+                pair = pairs[place]
+                self._link_costs[pair] = _faster(self._link_costs[pair], float(np.exp(-np.nanmedian(known))))
+                self._link_sizes[pair] = float(size[place])
 
     @property
     def model(self) -> CostModel:
@@ -183,6 +219,7 @@ class Expected:
         settling: Sequence[IterationObservations],
         level: NDArray[np.float64],
         shared: NDArray[np.bool_],
+        of_links: NDArray[np.float64],
     ) -> None:
         """Fit to another epoch's plan: scale each stage's cost, and keep its dependence on the workload.
 
@@ -192,6 +229,7 @@ class Expected:
             level: [workers] log of each device's level, slowness included; NaN for devices that are new. These scale
                 only what no other worker shows.
             shared: as in the constructor.
+            of_links: [links] log of each healthy link's level; NaN for links that are slow or new.
         """
         stages = int(layout.stage.max()) + 1
         chunks = settling[0].compute.shape[2]
@@ -210,7 +248,7 @@ class Expected:
                 known = np.isfinite(of_stage).any(axis=-1)
                 scale[stage][known] = np.exp(np.nanmedian(of_stage[known], axis=-1))
         self._cost = CurrentCost(CostModel(_scaled(ops, scale), model.collectives), shared=self._cost.shared)
-        self._set_links(layout, settling)
+        self._set_links(layout, settling, of_links)
 
 
 def explains(model: CostModel, layout: Layout, observed: Sequence[IterationObservations]) -> bool:

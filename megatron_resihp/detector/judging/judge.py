@@ -18,7 +18,7 @@ from megatron_resihp.detector.input.observations import IterationObservations, L
 from megatron_resihp.detector.judging.expected import Expected, hidden_ops
 from megatron_resihp.detector.judging.learned import Learned, UnitsNoise
 from megatron_resihp.detector.judging.levels import healthy_levels, new_levels
-from megatron_resihp.detector.judging.moving import Idle, Named, own_levels, regroup, sources
+from megatron_resihp.detector.judging.moving import Idle, Named, healthy_link_levels, own_levels, regroup, sources
 from megatron_resihp.detector.judging.tracker import Finding, Tracker
 from megatron_resihp.detector.judging.unit_levels import Known
 from megatron_resihp.detector.judging.units import Members, Units, alike_links, has_peers
@@ -96,7 +96,8 @@ class Judge:
         self._layout = layout
         self._units = Units(layout, shared & ~hidden_ops(settling, shared).any(axis=(1, 2)))
         level = own_levels(layout.workers.tolist(), units, self.workers, self._named, self._idle_workers)
-        self.expected.move(layout, settling, self._units.spread(self._units.slowest(level)), shared)
+        of_links = healthy_link_levels(_pairs(layout), links, self.links, self._idle_links)
+        self.expected.move(layout, settling, self._units.spread(self._units.slowest(level)), shared, of_links)
         numbers = np.array([each.iteration for each in settling])
 
         history = np.stack([self._units.average(self.expected.workers(each)) for each in settling])

@@ -48,6 +48,16 @@ def excess_of(worker: int, culprits: Mapping[int, float], excess: float) -> floa
     return excess if len(culprits) == 1 else -log(culprits[worker])
 
 
+def healthy_link_levels(
+    links: Sequence[Members], before: Sequence[Members], tracker: Tracker, idle: Idle
+) -> NDArray[np.float64]:
+    """[links] log of each link's present level relative to the prediction; NaN for links that are slow or new."""
+    known = idle | dict(zip(before, tracker.levels.known(), strict=True))
+    healthy = {ends: each for ends, each in known.items() if not each.slow}
+    found = {ends: each.level + float(each.offset[JOB]) + each.excess for ends, each in healthy.items()}
+    return np.array([found.get(ends, float("nan")) for ends in links])
+
+
 def sources(
     before: Sequence[Members], now: Sequence[Members], tracker: Tracker, idle: Idle
 ) -> tuple[NDArray[np.int64], dict[int, Known]]:

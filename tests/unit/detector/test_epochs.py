@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_resihp.detector.input.observations import Layout
+from megatron_resihp.detector.input.observations import IterationObservations, Layout
 from megatron_resihp.detector.judging.noise import Noise
 from megatron_resihp.detector.monitor import Monitor
 from megatron_resihp.detector.settings import Settings
@@ -52,6 +52,43 @@ def watched(small_job):
         return monitor, go_on(monitor, job, job.layout, 1, 80)
 
     return watch
+
+
+LATENCY, PER_BYTE = 50e-6, 1e-11
+
+
+def with_transfers_of(observations: IterationObservations, size: float) -> IterationObservations:
+    """The observations with transfers of this size, which take some time whatever their size."""
+    factor = observations.transfer / 0.003
+    return replace(
+        observations, transfer=factor * (LATENCY + size * PER_BYTE),
+        transfer_bytes=np.full_like(observations.transfer, size),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [5e6, 2e7])
+@pytest.mark.parametrize("slow", [(), (1, 5)])
+def test_links_are_not_slow_because_an_epoch_sends_other_sizes(small_job, slow_from, size, slow):
+    job = small_job({slow: slow_from(130, 0.7)} if slow else {})
+    monitor = Monitor(job.layout, 0.01, 1000, WARM)
+    for each in job.iterations(80):
+        assert monitor.observe(with_transfers_of(each, 1e7)) == []
+    workers, links = np.array([0, 1, 2, 3, 4, 5, 8, 9]), np.array([[0, 4], [1, 5], [2, 8], [3, 9]])
+    layout = replace(job.layout, epoch=1, workers=workers, links=links)
+    monitor.change_layout(layout)
+    later = replace(job, layout=layout).iterations(160, 81)
+    verdicts = [verdict for each in later for verdict in monitor.observe(with_transfers_of(each, size))]
+    assert told(verdicts) == ([(Kind.LINK, Change.ONSET, slow)] if slow else [])
+
+
+def test_a_slow_link_stays_slow_in_an_epoch_that_sends_other_sizes(small_job, slow_from):
+    job = small_job({(1, 5): slow_from(60, 0.5, 140)})
+    monitor = Monitor(job.layout, 0.01, 1000, WARM)
+    verdicts = [found for each in job.iterations(80) for found in monitor.observe(with_transfers_of(each, 1e7))]
+    monitor.change_layout(replace(job.layout, epoch=1))
+    later = replace(job, layout=replace(job.layout, epoch=1)).iterations(160, 81)
+    verdicts += [found for each in later for found in monitor.observe(with_transfers_of(each, 5e6))]
+    assert [each.change for each in verdicts] == [Change.ONSET, Change.RECOVERY] and verdicts[1].since == 140
 
 
 @pytest.mark.parametrize("device", [5, (1, 5)])
