@@ -159,7 +159,9 @@ class TestLeadership:
             with closing(Leadership(short)) as other:
                 other.keep(unexpected)
                 lapsed.keep(told.put)
-                assert isinstance(told.get(timeout=WAIT_S), DeposedError)
+                error = told.get(timeout=WAIT_S)
+                lapsed.keep(told.put)
+                assert isinstance(error, DeposedError) and told.get(timeout=WAIT_S) is error, "who asks later, too"
 
     def test_an_answer_that_is_lost_is_asked_for_again(self, place: Location, monkeypatch: pytest.MonkeyPatch) -> None:
         transact = Gateway.transact
@@ -250,6 +252,20 @@ class TestLog:
             with pytest.raises(UnrecordedError, match="has decisions of another job since this one has led it"):
                 log.write(step(1))
         assert read_etcd_decisions(place).steps == ()
+
+    def test_who_takes_over_writes_nothing_where_more_was_decided_than_it_has_read(self, place: Location) -> None:
+        with closing(Leadership(place)) as first, closing(log_of(first)) as log:
+            log.write(BEGAN)
+            lapse(first, first.gateway())
+            with closing(Leadership(place)) as second:
+                read = read_etcd_decisions(place)
+                lapse(second, second.gateway())
+                log.write(step(1))
+                lapse(first, first.gateway())
+                later = EtcdLog(second, threading.Event(), read.last)
+                with closing(later), pytest.raises(UnrecordedError, match="has decisions of another job"):
+                    later.write(step(1, "without it"))
+        assert read_etcd_decisions(place).steps == (step(1),)
 
     @pytest.mark.nightly
     def test_who_gets_no_answer_waits_and_gives_up(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,17 +119,17 @@ def claimed(path: Path, text: str, answers: Callable[[], bool]) -> Iterator[None
 
 
 @contextmanager
-def taken_over(path: Path, text: str) -> Iterator[None]:
-    """As `claimed`, in the place of a job's own process that is known not to lead it any more.
+def taken_over(path: Path, text: str) -> Iterator[Callable[[], None]]:
+    """As `claimed`, in the place of a job's own process, from when what it gives is called: once it is known that the
+    other one leads no more. That raises OSError if the file can't be written."""
 
-    Raises:
-        OSError: it can't be written.
-    """
-    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    unfinished.write_text(text)
-    unfinished.replace(path)
+    def take() -> None:
+        unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        unfinished.write_text(text)
+        unfinished.replace(path)
+
     try:
-        yield
+        yield take
     finally:
         if _text(path) == text:
             path.unlink(missing_ok=True)

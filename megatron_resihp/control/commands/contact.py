@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -66,8 +67,8 @@ class Contact:
         """
         return claimed(run_dir / FILE_NAME, self._text, lambda: _answers(run_dir))
 
-    def taken_over(self, run_dir: Path) -> AbstractContextManager[None]:
-        """As `published`, in the place of a coordinator that was lost; raises OSError."""
+    def taken_over(self, run_dir: Path) -> AbstractContextManager[Callable[[], None]]:
+        """As `published`, in the place of a coordinator that was lost, from when what it gives is called."""
         return taken_over(run_dir / FILE_NAME, self._text)
 
     def holds(self, run_dir: Path) -> bool:

@@ -188,7 +188,10 @@ def _serve(
     injector = SlowdownInjector({worker.number: (worker.pid, worker.pidfd) for worker in workers})
     leaders = Leaders(seat.run_dir) if seat.led_on and not seat.leads else None
     link = Link(
-        lambda: LastingStore(connect(seat.address, seat.secret, options.connect_timeout_s, leaders)),
+        # A store's own coordinator knows its run; one that takes over tells it to others only later.
+        lambda: LastingStore(
+            connect(seat.address, seat.secret, options.connect_timeout_s, leaders), seat.token if seat.leads else None
+        ),
         partial(_introduce, options, seat, uplink, starter, presence),
         mailbox.end,
         lambda slowness: injector.slow(slowness.speeds),
@@ -230,7 +233,9 @@ def _open_headquarters(options: LaunchOptions, seat: Seat, mailbox: Mailbox) -> 
         options.survivor_timeout_s, min_workers=options.min_workers, drain_s=options.drain_deadline_s,
         replaceable=options.replaceable,
     )  # fmt: skip
-    job = Job(size, list(options.command), limits, seat.token, seat.secret, seat.run_dir, seat.before, seat.holds)
+    job = Job(
+        size, list(options.command), limits, seat.token, seat.secret, seat.run_dir, seat.before, seat.holds, seat.claim
+    )  # fmt: skip
     return Headquarters(
         seat.address, seat.listener, bus, requests, job, meeting, detection, replanner, mailbox.end,
         seat.leadership,

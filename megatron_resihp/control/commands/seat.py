@@ -65,6 +65,7 @@ class Seat:
         led_on: another coordinator may take the place of one that is lost.
         before: what the one has decided whose place the coordinator takes here; None: the job begins.
         holds: whether the run directory is still this coordinator's.
+        claim: makes it so, where there was a coordinator before.
         gone: nodes that don't come back from the coordinator before.
     """
 
@@ -83,6 +84,7 @@ class Seat:
     led_on: bool = False
     before: Succession | None = None
     holds: Callable[[], bool] = lambda: True
+    claim: Callable[[], None] = lambda: None
     gone: Callable[[], Set[int]] = frozenset
 
     @property

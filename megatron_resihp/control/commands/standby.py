@@ -8,8 +8,10 @@ May import: the standard library and this package's modules. Where events go is 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 from megatron_resihp.control import exit_codes
@@ -21,11 +23,11 @@ from megatron_resihp.control.coordination.actions import Phase
 from megatron_resihp.control.coordination.decisions.reading import UnusableError
 from megatron_resihp.control.coordination.decisions.replay import DifferenceError
 from megatron_resihp.control.coordination.decisions.succession import TAKEN_OVER_IN, Succession, succession
-from megatron_resihp.control.head.etcd_log import read_etcd_decisions
+from megatron_resihp.control.head.etcd_log import decisions_from
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.terminal import say
 from megatron_resihp.control.transport.address import Address
-from megatron_resihp.control.transport.etcd.gateway import EtcdError, Gateway, UnreachableError
+from megatron_resihp.control.transport.etcd.gateway import EtcdError, Gateway, LeaseLostError, UnreachableError
 from megatron_resihp.control.transport.etcd.leadership import DeposedError, Leadership
 from megatron_resihp.control.transport.etcd.location import Location
 from megatron_resihp.control.transport.etcd.presence import NodeLeases
@@ -35,6 +37,8 @@ from megatron_resihp.control.transport.store import StoreError, reserve
 
 LOOK_S: Final = 0.5
 """How often it is looked for the leader's key."""
+AGAIN: Final = (DeposedError, UnreachableError, LeaseLostError)
+"""Another standby was faster, or nothing can be decided by any coordinator: a later look may find otherwise."""
 
 
 class JobIsOver(Exception):
@@ -64,11 +68,11 @@ def take_over(options: LaunchOptions, make_event_sink: MakeEventSink, stack: Exi
     except StoreError as error:
         raise LaunchError(f"{error}; check --listen") from error
     try:
-        leadership = stack.enter_context(closing(_follow(options.control)))
-        before = _decided(options.control, options.size)
+        leadership, before = _follow(options.control, options.size)
+        stack.enter_context(closing(leadership))
         contact = Contact(Address(host, listener.getsockname()[1]), before.run, apart=True, replaceable=True)
         holds = partial(contact.holds, run_dir)
-        stack.enter_context(contact.taken_over(run_dir))
+        claim = stack.enter_context(contact.taken_over(run_dir))
         own = stack.enter_context(published_secret(run_dir, holds, find_secret(run_dir)))
         leases = stack.enter_context(closing(NodeLeases(options.control, before.run, LEADERLESS_S)))
     except OSError as error:
@@ -80,34 +84,61 @@ def take_over(options: LaunchOptions, make_event_sink: MakeEventSink, stack: Exi
     sink = make_sink(make_event_sink, run_dir)
     return Seat(
         own, contact.store, run_dir, before.state.job.size, range(0), False, listener, liveness, records, sink,
-        contact.token, leadership, before=before, holds=holds, gone=leases.gone,
+        contact.token, leadership, before=before, holds=holds, claim=partial(_claim, run_dir, claim), gone=leases.gone,
     )  # fmt: skip
 
 
-def _follow(control: Location) -> Leadership:
-    """Lead, once no other does. Raises EtcdError if etcd can't be used."""
+def _claim(run_dir: Path, claim: Callable[[], None]) -> None:
+    try:
+        claim()
+    except OSError as error:
+        raise StoreError(str(unwritable(run_dir, error))) from error
+
+
+def _follow(control: Location, size: JobSize) -> tuple[Leadership, Succession]:
+    """Lead, once no other does, and know what was decided until then.
+
+    Raises:
+        EtcdError: etcd can't be used.
+        LaunchError, JobIsOver: as of `_decided`.
+    """
     say(f"resihp: waits until the coordinator of {control} is lost")
-    gateway = Gateway(control)
-    with closing(gateway):
+    with closing(Gateway(control)) as gateway:
         gateway.check_version()
         while True:
             try:
-                if gateway.get(control.leader) is None:
-                    return Leadership(control)
-            except (DeposedError, UnreachableError):
-                pass  # another standby was faster; or nothing can be decided by any coordinator
+                if gateway.get(control.leader) is None and (found := _succeed(gateway, size)) is not None:
+                    return found
+            except AGAIN:
+                pass
             time.sleep(LOOK_S)
 
 
-def _decided(control: Location, size: JobSize) -> Succession:
+def _succeed(gateway: Gateway, size: JobSize) -> tuple[Leadership, Succession] | None:
+    """Lead, and find out what was decided; None: another has led meanwhile, and may have decided more."""
+    with ExitStack() as stack:
+        leadership = stack.enter_context(closing(Leadership(gateway.location)))
+        # To fold a long log may take longer than the lease.
+        leadership.keep(lambda error: None)
+        token = leadership.token
+        before = _decided(gateway, size)
+        held = gateway.get(gateway.location.leader)
+        if held is None or held.created != token:
+            return None
+        stack.pop_all()
+        return leadership, before
+
+
+def _decided(gateway: Gateway, size: JobSize) -> Succession:
     """What the coordinator before has decided.
 
     Raises:
+        EtcdError: etcd doesn't tell it.
         LaunchError: that can't be gone on with.
         JobIsOver: the job has ended, or can't be taken over any more.
     """
     try:
-        decisions = read_etcd_decisions(control)
+        decisions = decisions_from(gateway)
         before = succession(decisions)
     except (UnusableError, DifferenceError) as error:
         raise LaunchError(f"{error}; the job can't be taken over") from error

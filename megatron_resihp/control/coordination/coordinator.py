@@ -120,6 +120,7 @@ class Coordinator:
         self._reopen = reopen
         self._requests = requests or Requests()
         self._struck: dict[int, float] = {}
+        self._first: list[Action] = []
         self._to_do: deque[Action] = deque()
         self._doing: Action | None = None
         self._clock = clock
@@ -130,16 +131,28 @@ class Coordinator:
         self._ticked_at = clock()
         self._absence = Absence(AWAY_S)
 
-    def publish_again(self) -> None:
-        """Publish what the coordinator before has; to be called before any process reads what is published."""
+    def take_over(self) -> None:
+        """Take the place of the coordinator before, and publish again what that one has.
+
+        Raises:
+            UnrecordedError: that can't be kept, as another may have; nothing is published then.
+            StoreError: the store is gone.
+        """
         assert self._before is not None
+        try:
+            self._first = self._membership.take_over(self._name, time.time())
+        except (StoreError, UnrecordedError):
+            raise
+        except Exception as error:
+            self._first = self._fail(error)
         for action in self._before.published:
             self._carry_out(action)
 
     def run(self) -> int:
         """Serve until the job is over; returns the exit code of the job.
 
-        After an error of its own it has survivors write what they hold, and ends the job.
+        After an error of its own it has survivors write what they hold, and ends the job. Where another has led the
+        job before, `take_over` comes first.
 
         Raises:
             StoreError: the store is gone.
@@ -147,24 +160,27 @@ class Coordinator:
             Exception: a second error.
         """
         try:
-            return self._serve(self._begin())
+            if self._before is None:
+                self._begin()
+            return self._serve(self._first)
         except (StoreError, UnrecordedError):
             raise
         except Exception as error:
-            traceback.print_exc()
-            reason = f"the coordinator failed: {type(error).__name__}: {error}"
-        unpublished = isinstance(self._doing, EpochPlan)
-        return self._serve(self._membership.save_and_end(reason, time.time(), unpublished))
+            saving = self._fail(error)
+        return self._serve(saving)
 
-    def _begin(self) -> list[Action]:
-        if self._before is not None:
-            return self._membership.take_over(self._name, time.time())
+    def _fail(self, error: Exception) -> list[Action]:
+        """What is done after an error of this coordinator's own."""
+        traceback.print_exc()
+        reason = f"the coordinator failed: {type(error).__name__}: {error}"
+        return self._membership.save_and_end(reason, time.time(), unpublished=isinstance(self._doing, EpochPlan))
+
+    def _begin(self) -> None:
         size = self._membership.state.job.size
         self._log(RunStarted(
             world_size=size.workers, nproc_per_node=size.workers_per_node, nnodes=size.nodes,
             most_nodes=size.most_nodes, command=tuple(self._command),
         ))  # fmt: skip
-        return []
 
     def _serve(self, actions: list[Action]) -> int:
         while True:

@@ -25,11 +25,16 @@ class DecisionLogs:
     Args:
         leadership: in etcd; None: the file is the only log.
         closing: once it is set, etcd is not waited for.
+        before: decisions in etcd that these come after; None: the job begins.
     """
 
-    def __init__(self, run_dir: Path, leadership: Leadership | None, closing: threading.Event) -> None:
+    def __init__(
+        self, run_dir: Path, leadership: Leadership | None, closing: threading.Event, before: Decisions | None = None
+    ) -> None:  # fmt: skip
         self._file = DecisionFile(run_dir)
-        self._etcd = None if leadership is None else EtcdLog(leadership, closing)
+        after = None if before is None else before.last
+        self._etcd = None if leadership is None else EtcdLog(leadership, closing, after)
+        self._before: tuple[Entry, ...] = () if before is None else (before.began, *before.steps)
 
     def write(self, entry: Entry) -> None:
         """Append an entry: to etcd first, so that the file, which another coordinator may go on with, has no more.
@@ -39,13 +44,10 @@ class DecisionLogs:
         """
         if self._etcd is not None:
             self._etcd.write(entry)
-        self._file.write(entry)
-
-    def take_up(self, decisions: Decisions) -> None:
-        """Go on after these, which are in etcd: the file may lack the last one."""
-        entries: tuple[Entry, ...] = (decisions.began, *decisions.steps)
-        for entry in entries:
-            self._file.write(entry)
+        # Only now is it known that no other has gone on. The file may lack the last ones.
+        before, self._before = self._before, ()
+        for each in (*before, entry):
+            self._file.write(each)
 
     def close(self) -> None:
         self._file.close()

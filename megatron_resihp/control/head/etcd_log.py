@@ -47,14 +47,16 @@ class EtcdLog:
 
     Args:
         closing: once it is set, nothing is waited for.
+        after: number of the entry after which this job goes on; nothing is written if another has come behind that one.
+            None: the job begins, behind whatever is there.
     """
 
-    def __init__(self, leadership: Leadership, closing: threading.Event) -> None:
+    def __init__(self, leadership: Leadership, closing: threading.Event, after: int | None = None) -> None:
         self._leadership = leadership
         self._closing = closing
         self._location = leadership.location
         self._gateway = leadership.gateway()
-        self._number: int | None = None
+        self._number = None if after is None else after + 1
 
     def write(self, entry: Entry) -> None:
         """Append an entry; when it returns, most members have it on disk.
@@ -125,12 +127,21 @@ def read_etcd_decisions(location: Location) -> Decisions:
     gateway = Gateway(location)
     try:
         gateway.check_version()
-        read = list(_read_all(gateway))
+        return decisions_from(gateway)
     except EtcdError as error:
         raise UnusableError(str(error)) from error
     finally:
         gateway.close()
-    return decisions_in(read, str(location), "entry")
+
+
+def decisions_from(gateway: Gateway) -> Decisions:
+    """The decisions of the last run in etcd, as far as they can be read.
+
+    Raises:
+        UnusableError: there are none, or they are of another version.
+        EtcdError: etcd doesn't tell them.
+    """
+    return decisions_in(list(_read_all(gateway)), str(gateway.location), "entry")
 
 
 def _read_all(gateway: Gateway) -> Iterator[Read]:

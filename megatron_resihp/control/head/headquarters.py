@@ -67,6 +67,7 @@ class Job:
         run_dir: shared by all nodes.
         before: what a coordinator has decided that was lost; None: the job begins.
         holds: whether the run directory is still this coordinator's.
+        claim: makes it so, where there was a coordinator before; StoreError says why that can't be.
     """
 
     size: JobSize
@@ -77,6 +78,7 @@ class Job:
     run_dir: Path
     before: Succession | None = None
     holds: Callable[[], bool] = lambda: True
+    claim: Callable[[], None] = lambda: None
 
 
 class Headquarters:
@@ -150,17 +152,19 @@ class Headquarters:
             traceback.print_exc()
             self._on_end(Ending(exit_codes.RETRY, _failed(error)))
             return
+        job = self._job
         try:
             if self._leadership is not None:
                 self._leadership.keep(self._leave)
-            with closing(DecisionLogs(self._job.run_dir, self._leadership, self._closing)) as decisions:
-                if self._job.before is not None:
-                    decisions.take_up(self._job.before.decisions)
+            before = None if job.before is None else job.before.decisions
+            with closing(DecisionLogs(job.run_dir, self._leadership, self._closing, before)) as decisions:
                 coordinator = self._coordinator(store, decisions)
-                if self._job.before is not None:
-                    coordinator.publish_again()
-                    # Who comes back looks at nothing before this is there.
-                    store.set(keys.RUN, self._job.token)
+                if job.before is not None:
+                    # From here on the one before can decide nothing more. Only now may anybody find this one, and who
+                    # comes back looks at nothing before the run's token is there.
+                    coordinator.take_over()
+                    job.claim()
+                    store.set(keys.RUN, job.token)
                 coordinator.run()
         except UnrecordedError as error:
             self._leave(error)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from megatron_resihp.coding import WrongValueError, version_said
@@ -45,11 +45,13 @@ class Decisions:
 
     Attributes:
         problem: why steps are missing after these, in words; empty: none are.
+        last: number of the last entry where they were read.
     """
 
     began: Began
     steps: tuple[Step, ...]
     problem: str = ""
+    last: int = field(default=0, compare=False)
 
 
 def decisions_in(read: Sequence[Read], place: str, unit: str, cut_off: bool = False) -> Decisions:
@@ -75,7 +77,8 @@ def decisions_in(read: Sequence[Read], place: str, unit: str, cut_off: bool = Fa
     if cut_off:
         problem = problem or f"its last {unit} is cut off"
     steps = tuple(entry for entry in entries if isinstance(entry, Step))
-    return Decisions(entries[0], steps, problem and f"{place}: {problem}; what came before it is replayed")
+    told = problem and f"{place}: {problem}; what came before it is replayed"
+    return Decisions(entries[0], steps, told, read[-1].number)
 
 
 def _entries_of(read: Sequence[Read], unit: str) -> tuple[list[Entry], str]:

@@ -61,6 +61,9 @@ class Leadership:
         self._token = 0
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
+        self._on_deposed: Callable[[EtcdError], None] = lambda error: None
+        self._deposed: EtcdError | None = None
+        self._telling = threading.Lock()
         self._gateway = Gateway(location)
         try:
             self._gateway.check_version()
@@ -93,13 +96,18 @@ class Leadership:
                 self._stand(gateway)
 
     def keep(self, on_deposed: Callable[[EtcdError], None]) -> None:
-        """Keep the lease alive until `close`, in a thread of its own.
+        """Keep the lease alive until `close`, in a thread of its own. May be called again, with another to be told.
 
         Args:
-            on_deposed: told, in that thread, that this one leads no more, and why.
+            on_deposed: told, in that thread, that this one leads no more, and why; at once, if that is known already.
         """
-        self._thread = threading.Thread(target=self._keep, args=(on_deposed,), name="resihp-etcd-lease", daemon=True)
-        self._thread.start()
+        with self._telling:
+            self._on_deposed, deposed = on_deposed, self._deposed
+        if deposed is not None:
+            on_deposed(deposed)
+        elif self._thread is None:
+            self._thread = threading.Thread(target=self._keep, name="resihp-etcd-lease", daemon=True)
+            self._thread.start()
 
     def close(self) -> None:
         """Let another lead."""
@@ -123,7 +131,7 @@ class Leadership:
                     raise
             time.sleep(RETRY_S)
 
-    def _keep(self, on_deposed: Callable[[EtcdError], None]) -> None:
+    def _keep(self) -> None:
         since: float | None = None
         while not self._closing.wait(RETRY_S if since is not None else self.location.lease_s / RENEWALS):
             try:
@@ -133,6 +141,8 @@ class Leadership:
                     since = time.monotonic()
                     warn(f"resihp: {error}; training goes on until there is something to decide")
             except EtcdError as error:
+                with self._telling:
+                    self._deposed, on_deposed = error, self._on_deposed
                 on_deposed(error)
                 return
             else:

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_coordinator import STARTED, Played, ready, report
+from test_coordinator import STARTED, Played, order_in, ready, report, saved
 
-from megatron_resihp.control import keys
+from megatron_resihp.control import exit_codes, keys
 from megatron_resihp.control.coordination.coordinator import Coordinator
 from megatron_resihp.control.coordination.decisions.entries import ENTRIES, Began, Entry, Step, TakenOver
 from megatron_resihp.control.coordination.decisions.reading import Decisions
@@ -97,7 +97,7 @@ def test_the_store_is_as_it_was_wherever_the_one_before_was_lost() -> None:
     for number in lost_at():
         entries, store = run_until(number + 1) if number < len(run_until(None)[0]) else run_until(None)
         again = Played()
-        coordinator(again, list[Entry]().append, folded(entries[:number])).publish_again()
+        coordinator(again, list[Entry]().append, folded(entries[:number])).take_over()
         assert published(again) == published(store), f"lost after {number} entries"
 
 
@@ -115,7 +115,7 @@ def test_a_letter_that_was_decided_about_counts_once_and_another_is_made_up_for(
             store.script = deque(_after_a_break(before.state, epoch))
         later: list[Entry] = []
         successor = coordinator(store, later.append, before)
-        successor.publish_again()
+        successor.take_over()
         assert successor.run() == 0
         taken_over, *others = later
         assert isinstance(taken_over, Step) and isinstance(taken_over.fed, TakenOver)
@@ -140,11 +140,24 @@ def test_an_epoch_that_was_built_is_broken_for_all() -> None:
     before = folded(run_until(number)[0])
     store = Played(*_after_a_break(before.state, before.state.epoch))
     successor = coordinator(store, list[Entry]().append, before)
-    successor.publish_again()
+    successor.take_over()
     assert successor.run() == 0
     texts = [text for key, text in store.values.items() if key.startswith("notice/")]
     broken = [notice for text in texts if isinstance(notice := NOTICES.read(text).body, EpochIsBroken)]
     assert broken and broken[-1].cause == "the coordinator was lost while this epoch was built"
+
+
+def test_an_error_when_it_takes_over_has_survivors_save_what_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(by: str, now: float) -> None:
+        raise ZeroDivisionError("a bug")
+
+    entries, _ = run_until(8)
+    store = Played(*map(report, range(4)), saved(0))
+    successor = coordinator(store, list[Entry]().append, folded(entries))
+    monkeypatch.setattr(successor._membership, "take_over", fail)
+    successor.take_over()
+    assert successor.run() == exit_codes.RETRY
+    assert order_in(store, 1).reason == "the coordinator failed: ZeroDivisionError: a bug"
 
 
 def test_planner_and_detector_are_told_what_the_ones_before_were() -> None:

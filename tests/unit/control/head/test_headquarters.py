@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import queue
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_resihp.control import exit_codes, keys
+from megatron_resihp.control.coordination.decisions.recorded import UnrecordedError
 from megatron_resihp.control.coordination.requests import Requests
 from megatron_resihp.control.head.headquarters import Headquarters, Job
 from megatron_resihp.control.job_size import JobSize
@@ -29,21 +31,30 @@ SECRET = fresh_secret()
 Events = queue.SimpleQueue[Any]
 
 
-def headquarters(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> tuple[Headquarters, Address, Events, queue.SimpleQueue[Ending]]:
-    """Of a job whose coordinator raises this."""
-
+def raising(error: Exception) -> Callable[[], int]:
     def run() -> int:
         raise error
 
-    monkeypatch.setattr(Headquarters, "_coordinator", lambda self, store, decisions: SimpleNamespace(run=run))
+    return run
+
+
+def headquarters(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, **of_job: Any
+) -> tuple[Headquarters, Address, Events, queue.SimpleQueue[Ending]]:
+    """Of a job whose coordinator raises this."""
+    monkeypatch.setattr(
+        Headquarters, "_coordinator", lambda self, store, decisions: SimpleNamespace(run=raising(error))
+    )
+    return begun(tmp_path, **of_job)
+
+
+def begun(tmp_path: Any, **of_job: Any) -> tuple[Headquarters, Address, Events, queue.SimpleQueue[Ending]]:
     beside: Any = SimpleNamespace(close=lambda timeout_s: None)
     listener, events, ends = reserve("127.0.0.1", 0), Events(), queue.SimpleQueue[Ending]()
     address = Address("127.0.0.1", listener.getsockname()[1])
     bus = EventBus()
     bus.subscribe(events.put, Event)
-    job = Job(JobSize(1, 1), [], SimpleNamespace(), "token", SECRET, tmp_path)  # type: ignore[arg-type]
+    job = Job(JobSize(1, 1), [], SimpleNamespace(), "token", SECRET, tmp_path, **of_job)  # type: ignore[arg-type]
     return Headquarters(address, listener, bus, Requests(), job, None, beside, beside, ends.put), address, events, ends
 
 
@@ -78,3 +89,38 @@ def test_a_coordinator_that_can_t_open_its_store_ends_the_job(monkeypatch: pytes
     assert (ending.code, ending.agreed) == (exit_codes.RETRY, False)
     assert ending.reason == "the coordinator failed: OSError: [Errno 9] Bad file descriptor"
     made.close(ending, HEARD_S)
+
+
+@pytest.mark.parametrize("another", [True, False])
+def test_a_coordinator_that_takes_over_is_found_only_once_no_other_can_decide(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, another: bool
+) -> None:
+    """Else processes would follow it, and not the one that leads."""
+    before, done, stores = SimpleNamespace(decisions=None), list[str](), list[Any]()
+
+    def take_over() -> None:
+        done.append("take over")
+        if another:
+            raise UnrecordedError("another has decided more")
+
+    def claim() -> None:
+        done.append("claim")
+        assert not stores[0].check(keys.RUN)
+
+    def run() -> int:
+        done.append("run")
+        assert stores[0].get(keys.RUN, HEARD_S) == "token"
+        return 0
+
+    def coordinator(self: Headquarters, store: Any, decisions: object) -> Any:
+        stores.append(store)
+        return SimpleNamespace(take_over=take_over, run=run)
+
+    monkeypatch.setattr(Headquarters, "_coordinator", coordinator)
+    made, _, _, ends = begun(tmp_path, before=before, claim=claim)
+    if another:
+        ending = ends.get(timeout=HEARD_S)
+        assert (ending.code, ending.reason) == (exit_codes.RETRY, "the coordinator is lost: another has decided more")
+    made._thread.join(HEARD_S)
+    made.close(Ending(exit_codes.FINISHED, "", agreed=True), HEARD_S)
+    assert done == (["take over"] if another else ["take over", "claim", "run"]) and ends.empty()
