@@ -401,6 +401,20 @@ class TestJob:
         assert line == f"resihp: ended with exit code 75: {said}" and "Traceback" not in run.output()
 
     @pytest.mark.nightly
+    @pytest.mark.parametrize("apart", [True, False])
+    def test_one_that_may_be_followed_leaves_what_the_next_one_needs(
+        self, place: Location, launch: Callable[..., Launched], apart: bool
+    ) -> None:
+        """The job goes on, as far as it knows. Without one that may follow the job is over."""
+        run = launch(control=replace(place, lease_s=2), alone=apart, coordinator=Address("127.0.0.1", 0))
+        eventually("it serves", lambda: (run.run_dir / "decisions.jsonl").exists())
+        with led_by_another(place, run.pid):
+            assert run.end() == exit_codes.RETRY
+        names = {path.name for path in run.run_dir.iterdir()}
+        assert ({"coordinator.json", "secret"} <= names) == apart == ("exit_code" not in names), names
+        assert bool(run.events("run_finished")) != apart
+
+    @pytest.mark.nightly
     def test_a_member_dies_and_then_all_are_away_for_a_while(
         self, tmp_path: Path, launch: Callable[..., Launched]
     ) -> None:

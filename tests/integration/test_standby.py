@@ -169,5 +169,8 @@ def test_the_run_directory_is_the_first_ones_until_another_leads_for_sure(
     first.lapse()
     seat = wait().taken()
     assert file.read_text() == "the first one's" and not seat.holds()
+    result = first.run_dir / "exit_code"
+    result.write_text("75\n")
     seat.claim()
     assert seat.holds() and str(seat.address) in file.read_text()
+    assert not result.exists(), "the job goes on"

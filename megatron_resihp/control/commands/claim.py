@@ -76,6 +76,25 @@ class Owner:
         return started is not None and self.started in (None, started)
 
 
+class Hold:
+    """Whether a run directory is this process's, which it then clears of the job's own files in the end.
+
+    Args:
+        is_ours: whether nobody has taken it over.
+    """
+
+    def __init__(self, is_ours: Callable[[], bool]) -> None:
+        self._is_ours = is_ours
+        self._left = False
+
+    def __call__(self) -> bool:
+        return not self._left and self._is_ours()
+
+    def leave(self) -> None:
+        """Leave all as it is, for another process that goes on with the job."""
+        self._left = True
+
+
 def living_owner(path: Path) -> Owner | None:
     """The process that has this file, if it can be seen from here that the process lives."""
     try:
@@ -99,11 +118,14 @@ def _started(pid: int) -> int | None:
 
 
 @contextmanager
-def claimed(path: Path, text: str, answers: Callable[[], bool]) -> Iterator[None]:
+def claimed(
+    path: Path, text: str, answers: Callable[[], bool], holds: Callable[[], bool] = lambda: True
+) -> Iterator[None]:  # fmt: skip
     """Have the file `path`, with this text, for as long as this lasts.
 
     Args:
         answers: asks whether the job that the file of another machine names answers.
+        holds: whether the file goes in the end.
 
     Raises:
         ClaimedError: a job that lives has it.
@@ -114,12 +136,12 @@ def claimed(path: Path, text: str, answers: Callable[[], bool]) -> Iterator[None
         yield
     finally:
         # A job that believed this one to be dead may have it by now.
-        if _text(path) == text:
+        if holds() and _text(path) == text:
             path.unlink(missing_ok=True)
 
 
 @contextmanager
-def taken_over(path: Path, text: str) -> Iterator[Callable[[], None]]:
+def taken_over(path: Path, text: str, holds: Callable[[], bool]) -> Iterator[Callable[[], None]]:
     """As `claimed`, in the place of a job's own process, from when what it gives is called: once it is known that the
     other one leads no more. That raises OSError if the file can't be written."""
 
@@ -131,7 +153,7 @@ def taken_over(path: Path, text: str) -> Iterator[Callable[[], None]]:
     try:
         yield take
     finally:
-        if _text(path) == text:
+        if holds() and _text(path) == text:
             path.unlink(missing_ok=True)
 
 

@@ -58,18 +58,23 @@ class Contact:
     apart: bool = omitted_if(False)
     replaceable: bool = omitted_if(False)
 
-    def published(self, run_dir: Path) -> AbstractContextManager[None]:
+    def published(self, run_dir: Path, holds: Callable[[], bool] = lambda: True) -> AbstractContextManager[None]:
         """Leave the file in the run directory for as long as the job runs.
+
+        Args:
+            holds: whether it goes in the end.
 
         Raises:
             ClaimedError: the directory is another job's, which runs.
             OSError: it cannot be written.
         """
-        return claimed(run_dir / FILE_NAME, self._text, lambda: _answers(run_dir))
+        return claimed(run_dir / FILE_NAME, self._text, lambda: _answers(run_dir), holds)
 
-    def taken_over(self, run_dir: Path) -> AbstractContextManager[Callable[[], None]]:
+    def taken_over(
+        self, run_dir: Path, holds: Callable[[], bool]
+    ) -> AbstractContextManager[Callable[[], None]]:  # fmt: skip
         """As `published`, in the place of a coordinator that was lost, from when what it gives is called."""
-        return taken_over(run_dir / FILE_NAME, self._text)
+        return taken_over(run_dir / FILE_NAME, self._text, holds)
 
     def holds(self, run_dir: Path) -> bool:
         """Whether the run directory is still this coordinator's."""

@@ -203,6 +203,8 @@ def _serve(
         processes, watcher, mailbox, link, starter, options.max_restarts, nodes, seat.offered, options.node, seat.leads
     )
     ending = agent.run()
+    if seat.ends_without_the_job(ending):
+        seat.holds.leave()
     injector.close()
     if nodes is not None:
         nodes.close()

@@ -10,13 +10,14 @@ import socket
 import time
 from collections.abc import Callable, Sequence, Set
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Final
 
+from megatron_resihp.control import exit_codes
 from megatron_resihp.control.commands.admission import admitted
-from megatron_resihp.control.commands.claim import ClaimedError, living_owner
+from megatron_resihp.control.commands.claim import ClaimedError, Hold, living_owner
 from megatron_resihp.control.commands.contact import FILE_NAME, Contact, read_contact
 from megatron_resihp.control.commands.launch_options import LaunchError, LaunchOptions
 from megatron_resihp.control.commands.run_directory import make_run_dir, unwritable
@@ -24,6 +25,7 @@ from megatron_resihp.control.coordination.decisions.succession import Succession
 from megatron_resihp.control.head import returning
 from megatron_resihp.control.head.headquarters import EventSink
 from megatron_resihp.control.job_size import JobSize
+from megatron_resihp.control.node.mailbox import Ending
 from megatron_resihp.control.terminal import say
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.etcd.gateway import EtcdError
@@ -64,7 +66,7 @@ class Seat:
         leadership: in etcd; None: decisions are kept in the run directory only.
         led_on: another coordinator may take the place of one that is lost.
         before: what the one has decided whose place the coordinator takes here; None: the job begins.
-        holds: whether the run directory is still this coordinator's.
+        holds: whether the run directory is still this coordinator's, if one is here.
         claim: makes it so, where there was a coordinator before.
         gone: nodes that don't come back from the coordinator before.
     """
@@ -83,7 +85,7 @@ class Seat:
     leadership: Leadership | None = None
     led_on: bool = False
     before: Succession | None = None
-    holds: Callable[[], bool] = lambda: True
+    holds: Hold = field(default_factory=lambda: Hold(lambda: True))
     claim: Callable[[], None] = lambda: None
     gone: Callable[[], Set[int]] = frozenset
 
@@ -91,6 +93,11 @@ class Seat:
     def leads(self) -> bool:
         """Whether the coordinator runs here."""
         return self.listener is not None
+
+    def ends_without_the_job(self, ending: Ending) -> bool:
+        """Whether the job may go on with another coordinator in the place of this one, which ends so."""
+        nothing_began = self.before is None and ending.code == exit_codes.REFUSED
+        return self.leads and self.leadership is not None and self.size.apart and not (ending.agreed or nothing_began)
 
     @property
     def name(self) -> int:
@@ -159,9 +166,9 @@ def _lead(
     contact = Contact(address, apart=options.alone, replaceable=options.replaceable)
     try:
         # Before anything is written that a job which runs there would read, or has written.
-        stack.enter_context(contact.published(run_dir))
+        holds = Hold(partial(contact.holds, run_dir))
+        stack.enter_context(contact.published(run_dir, holds))
         leadership = None if options.control is None else stack.enter_context(closing(Leadership(options.control)))
-        holds = partial(contact.holds, run_dir)
         own = stack.enter_context(published_secret(run_dir, holds))
         returning.begin(run_dir, options.size)
         (run_dir / RESULT).unlink(missing_ok=True)

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Final
 
 from megatron_resihp.control import exit_codes
+from megatron_resihp.control.commands.claim import Hold
 from megatron_resihp.control.commands.contact import Contact
 from megatron_resihp.control.commands.launch_options import LaunchError, LaunchOptions
 from megatron_resihp.control.commands.run_directory import make_run_dir, unwritable
-from megatron_resihp.control.commands.seat import MakeEventSink, Seat, make_sink
+from megatron_resihp.control.commands.seat import RESULT, MakeEventSink, Seat, make_sink
 from megatron_resihp.control.coordination.actions import Phase
 from megatron_resihp.control.coordination.decisions.reading import UnusableError
 from megatron_resihp.control.coordination.decisions.replay import DifferenceError
@@ -71,8 +72,8 @@ def take_over(options: LaunchOptions, make_event_sink: MakeEventSink, stack: Exi
         leadership, before = _follow(options.control, options.size)
         stack.enter_context(closing(leadership))
         contact = Contact(Address(host, listener.getsockname()[1]), before.run, apart=True, replaceable=True)
-        holds = partial(contact.holds, run_dir)
-        claim = stack.enter_context(contact.taken_over(run_dir))
+        holds = Hold(partial(contact.holds, run_dir))
+        claim = stack.enter_context(contact.taken_over(run_dir, holds))
         own = stack.enter_context(published_secret(run_dir, holds, find_secret(run_dir)))
         leases = stack.enter_context(closing(NodeLeases(options.control, before.run, LEADERLESS_S)))
     except OSError as error:
@@ -89,8 +90,10 @@ def take_over(options: LaunchOptions, make_event_sink: MakeEventSink, stack: Exi
 
 
 def _claim(run_dir: Path, claim: Callable[[], None]) -> None:
+    """Have the run directory. Its job has not ended, whatever a coordinator that was cut off from it has said."""
     try:
         claim()
+        (run_dir / RESULT).unlink(missing_ok=True)
     except OSError as error:
         raise StoreError(str(unwritable(run_dir, error))) from error
 

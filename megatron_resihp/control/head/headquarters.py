@@ -132,7 +132,7 @@ class Headquarters:
         if not ending.agreed:
             if self._connection is not None:
                 self._connection.close()
-            if self._job.holds():  # else another coordinator has taken over, and knows the end
+            if self._job.holds():  # else another coordinator takes over, and knows the end
                 self._bus.publish(RunFinished(time=time.time(), exit_code=ending.code, reason=ending.reason))
         self._replanner.close(timeout_s)
         self._thread.join(timeout_s)

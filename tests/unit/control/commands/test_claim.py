@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 import time
+from functools import partial
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from typing import Any
 import pytest
 
 from megatron_resihp.control.commands import claim
-from megatron_resihp.control.commands.claim import ClaimedError, Owner, claimed, living_owner, touched
+from megatron_resihp.control.commands.claim import ClaimedError, Hold, Owner, claimed, living_owner, touched
 from megatron_resihp.control.commands.contact import Contact
 from megatron_resihp.control.transport.address import Address
+from megatron_resihp.control.transport.secret import published_secret
 
 RACERS = 6
 
@@ -132,6 +134,19 @@ def test_what_another_job_has_by_now_is_left_to_it(path: Path) -> None:
     with claimed(path, text(), nobody):
         path.write_text(text(pid=1))
     assert path.read_text() == text(pid=1)
+
+
+def test_what_another_process_goes_on_with_is_left_to_it(tmp_path: Path) -> None:
+    """Although it hasn't come yet."""
+    contact = Contact(Address("127.0.0.1", 1))
+    for leaves in (True, False):
+        holds = Hold(partial(contact.holds, tmp_path))
+        with contact.taken_over(tmp_path, holds) as take, published_secret(tmp_path, holds):
+            take()
+            assert holds()
+            if leaves:
+                holds.leave()
+        assert {path.name for path in tmp_path.iterdir()} == ({"coordinator.json", "secret"} if leaves else set())
 
 
 @pytest.mark.parametrize("left", [None, "a dead job's"])
