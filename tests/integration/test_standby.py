@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -17,18 +19,21 @@ from launched import eventually
 from test_succession import SIZE, run_until
 
 from megatron_resihp.control.commands import standby
-from megatron_resihp.control.commands.launch_options import LaunchOptions
+from megatron_resihp.control.commands.launch_options import LaunchError, LaunchOptions
 from megatron_resihp.control.commands.launcher import NoEvents
 from megatron_resihp.control.commands.seat import Seat
-from megatron_resihp.control.coordination.decisions.entries import Entry
+from megatron_resihp.control.commands.standby import JobIsOver
+from megatron_resihp.control.coordination.decisions.entries import Began, Entry
 from megatron_resihp.control.head.etcd_log import EtcdLog
 from megatron_resihp.control.transport.address import Address
+from megatron_resihp.control.transport.etcd.gateway import Gateway, Put
 from megatron_resihp.control.transport.etcd.leadership import Leadership
 from megatron_resihp.control.transport.etcd.location import Location
 
 pytestmark = needs_etcd
 
 HOST = "127.0.0.1"
+PATIENCE_S = 20.0
 
 
 @pytest.fixture(autouse=True)
@@ -37,19 +42,36 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @cache
-def entries() -> tuple[Entry, ...]:
-    """Of a job that trains."""
-    return tuple(run_until(8)[0])
+def entries(run: str = "token", until: int | None = 8) -> tuple[Entry, ...]:
+    """Of a job one of whose workers has just died. `until`: how many there are; None: it has ended."""
+    began, *steps = run_until(until)[0]
+    assert isinstance(began, Began)
+    return replace(began, run=run), *steps
 
 
 class First:
-    """A coordinator, as far as etcd and the run directory know of it. The job's is run "token"."""
+    """A coordinator, as far as etcd and the run directory know of it.
 
-    def __init__(self, place: Location, run_dir: Path) -> None:
+    Args:
+        run: the run's token.
+        nodes: that hold leases.
+    """
+
+    def __init__(self, place: Location, run_dir: Path, run: str = "token", nodes: tuple[int, ...] = (0,)) -> None:
         self.place, self.run_dir = place, run_dir
+        self.file = run_dir / "coordinator.json"
+        self.file.write_text(json.dumps({"store": f"{HOST}:1", "token": run}))
+        (run_dir / "secret").write_text("a secret of this job\n")
         self._leadership = Leadership(place)
         self._log = EtcdLog(self._leadership, threading.Event())
-        (run_dir / "secret").write_text("a secret of this job\n")
+        with closing(Gateway(place)) as gateway:
+            self.lease_of_nodes = gateway.grant(300)
+            for node in nodes:
+                self.put(place.present(run), node, self.lease_of_nodes)
+
+    def put(self, keys: str, node: int, lease: int = 0) -> None:
+        with closing(Gateway(self.place)) as gateway:
+            gateway.transact({}, Put(f"{keys}{node}", str(node).encode(), lease), ())
 
     def decide(self, *decided: Entry) -> None:
         """It leads again, if its lease has lapsed and no other leads."""
@@ -72,12 +94,12 @@ def first(place: Location, tmp_path: Path) -> Iterator[First]:
 
 
 class Waiting:
-    """A coordinator that waits, in a thread, for the loss of the first one."""
+    """A coordinator that waits, in a thread, for the loss of another."""
 
-    def __init__(self, first: First) -> None:
+    def __init__(self, place: Location, run_dir: Path, patience_s: float) -> None:
         self._options = LaunchOptions(
-            (), nodes=SIZE.nodes, alone=True, standby=True, control=first.place, coordinator=Address(HOST, 0),
-            run_dir=first.run_dir,
+            (), nodes=SIZE.nodes, alone=True, standby=True, control=place, coordinator=Address(HOST, 0),
+            run_dir=run_dir, connect_timeout_s=patience_s,
         )  # fmt: skip
         self._stack = ExitStack()
         self.seat: Seat | None = None
@@ -97,17 +119,23 @@ class Waiting:
         assert self.seat is not None, self.ended
         return self.seat
 
+    def refusal(self) -> Exception:
+        """Why it doesn't."""
+        eventually("it ends", lambda: self.seat or self.ended)
+        assert self.ended is not None
+        return self.ended
+
     def close(self) -> None:
         self._thread.join()
         self._stack.close()
 
 
 @pytest.fixture
-def wait(first: First) -> Iterator[Callable[[], Waiting]]:
+def wait(place: Location, tmp_path: Path) -> Iterator[Callable[..., Waiting]]:
     made: list[Waiting] = []
 
-    def start() -> Waiting:
-        made.append(Waiting(first))
+    def start(patience_s: float = PATIENCE_S) -> Waiting:
+        made.append(Waiting(replace(place, lease_s=2), tmp_path, patience_s))
         return made[-1]
 
     yield start
@@ -116,7 +144,7 @@ def wait(first: First) -> Iterator[Callable[[], Waiting]]:
 
 
 def test_what_is_decided_while_it_reads_is_not_lost(
-    first: First, wait: Callable[[], Waiting], monkeypatch: pytest.MonkeyPatch
+    first: First, wait: Callable[..., Waiting], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first one leads again meanwhile, decides, and is lost."""
     *known, last = entries()
@@ -144,7 +172,7 @@ def test_what_is_decided_while_it_reads_is_not_lost(
 
 @pytest.mark.nightly
 def test_a_log_that_takes_longer_to_read_than_a_lease_lasts_is_read_once(
-    first: First, wait: Callable[[], Waiting], monkeypatch: pytest.MonkeyPatch
+    first: First, wait: Callable[..., Waiting], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first.decide(*entries())
     first.lapse()
@@ -161,16 +189,95 @@ def test_a_log_that_takes_longer_to_read_than_a_lease_lasts_is_read_once(
 
 
 def test_the_run_directory_is_the_first_ones_until_another_leads_for_sure(
-    first: First, wait: Callable[[], Waiting]
+    first: First, wait: Callable[..., Waiting]
 ) -> None:
-    file = first.run_dir / "coordinator.json"
-    file.write_text("the first one's")
+    file, said = first.file, first.file.read_text()
     first.decide(*entries())
     first.lapse()
     seat = wait().taken()
-    assert file.read_text() == "the first one's" and not seat.holds()
+    assert file.read_text() == said and not seat.holds()
     result = first.run_dir / "exit_code"
     result.write_text("75\n")
     seat.claim()
     assert seat.holds() and str(seat.address) in file.read_text()
     assert not result.exists(), "the job goes on"
+
+
+class TestBefore:
+    """One that is started with its job's coordinator, or before it, where another job has had its name in etcd."""
+
+    @pytest.fixture
+    def short(self, place: Location) -> Location:
+        return replace(place, lease_s=2)
+
+    @pytest.fixture(
+        params=[
+            "that was lost whole",
+            *(
+                pytest.param(each, marks=pytest.mark.nightly)
+                for each in ("none", "that was lost whole, and its nodes could not reach etcd", "that has ended")
+            ),
+        ]
+    )
+    def earlier(self, request: pytest.FixtureRequest, short: Location, tmp_path: Path) -> str:
+        """The job before."""
+        name: str = request.param
+        if name != "none":
+            with closing(First(short, tmp_path, nodes=())) as before:
+                before.decide(*entries(until=None if "ended" in name else 8))
+                if "nodes could" not in name:
+                    for node in range(SIZE.nodes):
+                        before.put(short.known("token"), node)
+            if "ended" in name:
+                before.file.unlink()
+        return name
+
+    def test_waits_for_its_own(
+        self, earlier: str, short: Location, tmp_path: Path, wait: Callable[..., Waiting],
+        capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
+        monkeypatch.setattr(standby, "age", lambda path: 3600.0)
+        waiting = wait()
+        said = "leads or is lost; waits for one, 20 s at most"
+        eventually("it says so", lambda: said in capfd.readouterr().out)
+        time.sleep(0.2)
+        with closing(First(short, tmp_path, "later")) as own:
+            eventually("it sees that one", lambda: "waits until the coordinator of" in capfd.readouterr().out)
+            own.decide(*entries("later"))
+            own.lapse()
+            seat = waiting.taken()
+            assert seat.token == "later" and seat.before is not None
+
+    @pytest.mark.nightly
+    def test_waits_no_longer_than_it_may(self, earlier: str, wait: Callable[..., Waiting]) -> None:
+        refusal = wait(patience_s=0.3).refusal()
+        assert isinstance(refusal, LaunchError)
+        assert "has come within 0.3 s; check --control and --run-dir, or give a longer --connect-timeout" in str(
+            refusal
+        )
+
+
+@pytest.mark.parametrize(("silent_s", "taken"), [(2.0, False), (30.0, True), (300.0, False)])
+def test_nodes_that_cannot_reach_etcd_may_wait_for_it(
+    first: First, wait: Callable[..., Waiting], monkeypatch: pytest.MonkeyPatch, silent_s: float, taken: bool
+) -> None:
+    """As long as the coordinator's file has been touched not long ago; who still touches it lives."""
+    monkeypatch.setattr(standby, "age", lambda path: silent_s)
+    first.decide(*entries())
+    with closing(Gateway(first.place)) as gateway:
+        gateway.revoke(first.lease_of_nodes)
+    first.lapse()
+    waiting = wait(patience_s=PATIENCE_S if taken else 0.3)
+    assert waiting.taken() if taken else waiting.refusal()
+
+
+def test_it_ends_with_the_job_that_it_waits_for(
+    first: First, wait: Callable[..., Waiting], capfd: pytest.CaptureFixture[str]
+) -> None:
+    waiting = wait()
+    eventually("it waits", lambda: "waits until the coordinator of" in capfd.readouterr().out)
+    first.decide(*entries(until=None))
+    first.file.unlink()
+    first.lapse()
+    refusal = waiting.refusal()
+    assert isinstance(refusal, JobIsOver) and refusal.code == 0

@@ -210,14 +210,14 @@ def _holder(path: Path, left: str, answers: Callable[[], bool]) -> str | None:
         return who
     touched_at = _modified(path)
     announced = False
-    while (age := _age(path)) is not None and age < FRESH_S:
+    while (silent_s := age(path)) is not None and silent_s < FRESH_S:
         is_touched = _modified(path) != touched_at
         if _text(path) != left:
             return None  # It is another job's, or one has just written it: a second look will tell.
         if is_touched:
             return who
         if not announced:
-            print(f"resihp: {path.parent} was {who}'s {age:.0f} s ago, waiting whether it still is", flush=True)
+            print(f"resihp: {path.parent} was {who}'s {silent_s:.0f} s ago, waiting whether it still is", flush=True)
             announced = True
         time.sleep(LOOK_S)
     return None
@@ -252,7 +252,7 @@ def _modified(path: Path) -> float | None:
         return None
 
 
-def _age(path: Path) -> float | None:
+def age(path: Path) -> float | None:
     """Seconds since it was touched, by the file system's clock; None: it is gone."""
     modified = _modified(path)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.") as file:

@@ -32,7 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, default_s, meaning in (
         ("heartbeat", usual.heartbeat_timeout_s, "give up nodes that are silent for longer"),
         ("survivor", usual.survivor_timeout_s, "give up survivors of a failure that do not report for longer"),
-        ("connect", usual.connect_timeout_s, "how long to wait for the nodes at the start"),
+        (
+            "connect",
+            usual.connect_timeout_s,
+            "how long to wait for the nodes at the start, or, as a standby, for a coordinator",
+        ),
     ):
         add(f"--{name}-timeout", type=float, default=default_s, metavar="SECONDS",
             help=f"{meaning} (default %(default)g)")  # fmt: skip

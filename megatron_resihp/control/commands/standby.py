@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Final
 
 from megatron_resihp.control import exit_codes
-from megatron_resihp.control.commands.claim import Hold
-from megatron_resihp.control.commands.contact import Contact
+from megatron_resihp.control.commands.claim import TOUCH_S, Hold, age
+from megatron_resihp.control.commands.contact import FILE_NAME, Contact, read_contact
 from megatron_resihp.control.commands.launch_options import LaunchError, LaunchOptions
 from megatron_resihp.control.commands.run_directory import make_run_dir, unwritable
 from megatron_resihp.control.commands.seat import RESULT, MakeEventSink, Seat, make_sink
 from megatron_resihp.control.coordination.actions import Phase
-from megatron_resihp.control.coordination.decisions.reading import UnusableError
+from megatron_resihp.control.coordination.decisions.reading import NotBegunError, UnusableError
 from megatron_resihp.control.coordination.decisions.replay import DifferenceError
 from megatron_resihp.control.coordination.decisions.succession import TAKEN_OVER_IN, Succession, succession
 from megatron_resihp.control.head.etcd_log import decisions_from
@@ -30,14 +30,15 @@ from megatron_resihp.control.terminal import say
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.etcd.gateway import EtcdError, Gateway, LeaseLostError, UnreachableError
 from megatron_resihp.control.transport.etcd.leadership import DeposedError, Leadership
-from megatron_resihp.control.transport.etcd.location import Location
-from megatron_resihp.control.transport.etcd.presence import NodeLeases
+from megatron_resihp.control.transport.etcd.presence import NodeLeases, lease_holders
 from megatron_resihp.control.transport.leaders import LEADERLESS_S
 from megatron_resihp.control.transport.secret import find_secret, published_secret
 from megatron_resihp.control.transport.store import StoreError, reserve
 
 LOOK_S: Final = 0.5
 """How often it is looked for the leader's key."""
+SILENT_S: Final = 2 * TOUCH_S
+"""A coordinator that has not touched its file for so long doesn't live, or has lost the run directory."""
 AGAIN: Final = (DeposedError, UnreachableError, LeaseLostError)
 """Another standby was faster, or nothing can be decided by any coordinator: a later look may find otherwise."""
 
@@ -69,7 +70,9 @@ def take_over(options: LaunchOptions, make_event_sink: MakeEventSink, stack: Exi
     except StoreError as error:
         raise LaunchError(f"{error}; check --listen") from error
     try:
-        leadership, before = _follow(options.control, options.size)
+        with closing(Gateway(options.control)) as gateway:
+            wait = _Wait(gateway, run_dir, options.size, options.connect_timeout_s)
+            leadership, before = wait.take_over()
         stack.enter_context(closing(leadership))
         contact = Contact(Address(host, listener.getsockname()[1]), before.run, apart=True, replaceable=True)
         holds = Hold(partial(contact.holds, run_dir))
@@ -98,42 +101,108 @@ def _claim(run_dir: Path, claim: Callable[[], None]) -> None:
         raise StoreError(str(unwritable(run_dir, error))) from error
 
 
-def _follow(control: Location, size: JobSize) -> tuple[Leadership, Succession]:
-    """Lead, once no other does, and know what was decided until then.
+class _Wait:
+    """Until a coordinator is lost in whose place another is waited for.
 
-    Raises:
-        EtcdError: etcd can't be used.
-        LaunchError, JobIsOver: as of `_decided`.
+    It is not if the log in etcd is that of an earlier job of which no process may live any more: then the coordinator
+    of this one's job is still to come.
+
+    Args:
+        gateway: to where the job's decisions are kept.
+        patience_s: how long no coordinator may lead.
     """
-    say(f"resihp: waits until the coordinator of {control} is lost")
-    with closing(Gateway(control)) as gateway:
-        gateway.check_version()
+
+    def __init__(self, gateway: Gateway, run_dir: Path, size: JobSize, patience_s: float) -> None:
+        self._gateway, self._control = gateway, gateway.location
+        self._run_dir, self._size, self._patience_s = run_dir, size, patience_s
+        self._followed: str | None = None
+        """The run whose coordinator has been seen to lead."""
+        self._passed_over: tuple[str | None, str | None] | None = None
+        """A run, and the last entry of the log, by which it is known that there is nothing to take over."""
+        self._until = time.monotonic() + patience_s
+        self._said = ""
+
+    def take_over(self) -> tuple[Leadership, Succession]:
+        """Lead, once that one is lost, and know what was decided until then.
+
+        Raises:
+            EtcdError: etcd can't be used.
+            LaunchError: what was decided can't be gone on with, or no coordinator has come.
+            JobIsOver: the job has ended, or can't be taken over any more.
+        """
+        self._gateway.check_version()
         while True:
             try:
-                if gateway.get(control.leader) is None and (found := _succeed(gateway, size)) is not None:
+                if (found := self._look()) is not None:
                     return found
             except AGAIN:
                 pass
             time.sleep(LOOK_S)
 
-
-def _succeed(gateway: Gateway, size: JobSize) -> tuple[Leadership, Succession] | None:
-    """Lead, and find out what was decided; None: another has led meanwhile, and may have decided more."""
-    with ExitStack() as stack:
-        leadership = stack.enter_context(closing(Leadership(gateway.location)))
-        # To fold a long log may take longer than the lease.
-        leadership.keep(lambda error: None)
-        token = leadership.token
-        before = _decided(gateway, size)
-        held = gateway.get(gateway.location.leader)
-        if held is None or held.created != token:
+    def _look(self) -> tuple[Leadership, Succession] | None:
+        run = self._named()
+        if self._gateway.get(self._control.leader) is not None:
+            self._followed = run or self._followed
+            self._until = time.monotonic() + self._patience_s
+            self._say(f"waits until the coordinator of {self._control} is lost")
             return None
-        stack.pop_all()
-        return leadership, before
+        ended = run is None and self._followed is not None
+        if ended or (run is not None and (run == self._followed or self._is_awaited(run))):
+            wanted = run or self._followed
+            read = (wanted, self._gateway.last(*self._control.entries))
+            if read != self._passed_over:
+                if (found := self._succeed(wanted)) is not None:
+                    return found
+                self._passed_over = read
+        if time.monotonic() > self._until:
+            mend = "check --control and --run-dir, or give a longer --connect-timeout"
+            raise LaunchError(f"no coordinator of {self._control} has come within {self._patience_s:g} s; {mend}")
+        self._say(f"no coordinator of {self._control} leads or is lost; waits for one, {self._patience_s:g} s at most")
+        return None
+
+    def _say(self, what: str) -> None:
+        if self._said != what:
+            self._said = what
+            say(f"resihp: {what}")
+
+    def _named(self) -> str | None:
+        """The run of the coordinator that has the run directory, or had it when it was lost."""
+        try:
+            return read_contact(self._run_dir).token
+        except StoreError:
+            return None
+
+    def _is_awaited(self, run: str) -> bool:
+        """Whether processes of this run may wait for another coordinator."""
+        known, present = lease_holders(self._gateway, run)
+        if present or known >= frozenset(range(self._size.nodes)):
+            return bool(present)
+        # Nodes that can't reach etcd hold no leases.
+        silent_s = age(self._run_dir / FILE_NAME)
+        return silent_s is not None and SILENT_S < silent_s < LEADERLESS_S
+
+    def _succeed(self, run: str | None) -> tuple[Leadership, Succession] | None:
+        """Lead this run, and find out what was decided; None: another run is the last one.
+
+        Raises:
+            DeposedError: another has led meanwhile, and may have decided more.
+        """
+        with ExitStack() as stack:
+            leadership = stack.enter_context(closing(Leadership(self._control)))
+            # To fold a long log may take longer than the lease.
+            leadership.keep(lambda error: None)
+            token = leadership.token
+            before = _decided(self._gateway, run, self._size)
+            held = self._gateway.get(self._control.leader)
+            if held is None or held.created != token:
+                raise DeposedError(f"another has led {self._control} meanwhile")
+            if before is not None:
+                stack.pop_all()
+            return None if before is None else (leadership, before)
 
 
-def _decided(gateway: Gateway, size: JobSize) -> Succession:
-    """What the coordinator before has decided.
+def _decided(gateway: Gateway, run: str | None, size: JobSize) -> Succession | None:
+    """What the coordinators of this run have decided; None: the last run is another one.
 
     Raises:
         EtcdError: etcd doesn't tell it.
@@ -142,7 +211,11 @@ def _decided(gateway: Gateway, size: JobSize) -> Succession:
     """
     try:
         decisions = decisions_from(gateway)
+        if decisions.began.run != run:
+            return None
         before = succession(decisions)
+    except NotBegunError:
+        return None
     except (UnusableError, DifferenceError) as error:
         raise LaunchError(f"{error}; the job can't be taken over") from error
     if decisions.problem:

@@ -25,6 +25,10 @@ class UnusableError(Exception):
     """There are no decisions to be read; the text is one line for people."""
 
 
+class NotBegunError(UnusableError):
+    """No job has begun there."""
+
+
 class Read(NamedTuple):
     """An entry, as its place holds it.
 
@@ -67,7 +71,7 @@ def decisions_in(read: Sequence[Read], place: str, unit: str, cut_off: bool = Fa
     """
     first = max((index for index, each in enumerate(read) if _BEGINS in each.text[:_HEAD]), default=None)
     if first is None:
-        raise UnusableError(f"{place} holds no decisions: its job has not begun")
+        raise NotBegunError(f"{place} holds no decisions: its job has not begun")
     version = _version_in(read[first].text)
     if version not in (None, __version__):
         raise UnusableError(f"{place} holds decisions of version {version}, this is {__version__}; replay them there")

@@ -88,6 +88,16 @@ class Presence:
         warn(f"resihp: {error}; {then}")
 
 
+def lease_holders(gateway: Gateway, run: str) -> tuple[frozenset[int], frozenset[int]]:
+    """The nodes of a run that have held leases, and those that hold one now. `run`: the run's token."""
+    location = gateway.location
+    known, present = (
+        frozenset(int(held.value) for held in gateway.all(first, f"{first[:-1]}0") if held.value.isdigit())
+        for first in (location.known(run), location.present(run))
+    )
+    return known, present
+
+
 class NodeLeases:
     """Which nodes are gone, for a coordinator that has just taken over. Looks in a thread of its own.
 
@@ -117,11 +127,8 @@ class NodeLeases:
         while not self._closing.wait(pause_s) and time.monotonic() < until:
             pause_s = LOOK_S
             try:
-                known, present = (
-                    {int(held.value) for held in gateway.all(first, f"{first[:-1]}0")}
-                    for first in (self._location.known(self._run), self._location.present(self._run))
-                )
-                self._gone = frozenset(known - present)
-            except (EtcdError, ValueError):
+                known, present = lease_holders(gateway, self._run)
+                self._gone = known - present
+            except EtcdError:
                 pass  # Who is not known to be gone is waited for.
         gateway.close()
