@@ -163,6 +163,31 @@ class TestLeadership:
                 lapsed.keep(told.put)
                 assert isinstance(error, DeposedError) and told.get(timeout=WAIT_S) is error, "who asks later, too"
 
+    def test_nor_where_another_has_taken_over(self, short: Location) -> None:
+        """Which isn't seen in etcd, as that one's lease has lapsed, too."""
+        with closing(Leadership(short)) as lapsed:
+            lapse(lapsed, lapsed.gateway())
+            told = queue.SimpleQueue[EtcdError]()
+            lapsed.keep(told.put, lambda: True)
+            assert str(told.get(timeout=WAIT_S)) == f"another has taken over {short}: its lease has lapsed"
+
+    @pytest.mark.nightly
+    def test_one_that_etcd_is_out_of_reach_for_looks_elsewhere_whether_it_leads(
+        self, short: Location, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def unreachable(self: Gateway, lease: int) -> None:
+            raise UnreachableError("etcd doesn't answer")
+
+        monkeypatch.setattr(Gateway, "keep_alive", unreachable)
+        taken_over, told = threading.Event(), queue.SimpleQueue[EtcdError]()
+        with closing(Leadership(short)) as cut_off:
+            cut_off.keep(told.put, taken_over.is_set)
+            time.sleep(2.0)
+            assert told.empty(), "as long as no other leads it goes on"
+            taken_over.set()
+            error = told.get(timeout=WAIT_S)
+        assert str(error) == f"another has taken over {short}: etcd has been out of reach"
+
     def test_an_answer_that_is_lost_is_asked_for_again(self, place: Location, monkeypatch: pytest.MonkeyPatch) -> None:
         transact = Gateway.transact
 

@@ -23,6 +23,7 @@ from megatron_resihp.control.commands import launcher
 from megatron_resihp.control.head.decision_logs import decisions_at
 from megatron_resihp.control.transport import lasting, store_client
 from megatron_resihp.control.transport.address import Address
+from megatron_resihp.control.transport.etcd.gateway import Gateway
 from megatron_resihp.control.transport.etcd.location import Location
 from megatron_resihp.report.run.standing import Launcher, launcher_of
 
@@ -205,6 +206,31 @@ def test_one_that_was_stopped_does_no_harm(begin: Callable[..., Cluster]) -> Non
     os.kill(standby.worker_pid(2), signal.SIGKILL)
     standby.await_event("recovery", to_epoch=2)
     cluster.finish(standby)
+
+
+def test_one_that_loses_etcd_alone_makes_way(
+    begin: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its nodes reach it all the time."""
+    ask = Gateway._ask_member
+
+    def ask_if_in_reach(self: Gateway, *of_request: Any) -> tuple[int, bytes]:
+        if (tmp_path / f"cut_off_{os.getpid()}").exists():
+            raise OSError("out of reach")
+        return ask(self, *of_request)
+
+    monkeypatch.setattr(Gateway, "_ask_member", ask_if_in_reach)
+    cluster = begin()
+    standby = cluster.coordinator()
+    eventually("it waits", lambda: "resihp: waits until" in standby.output())
+    (tmp_path / f"cut_off_{cluster.first.pid}").touch()
+    standby.await_event("coordinator_replaced")
+    assert cluster.first.end() == exit_codes.RETRY
+    assert "the coordinator is lost: another has taken over etcd://" in cluster.first.output()
+    os.kill(standby.worker_pid(3), signal.SIGKILL)
+    standby.await_event("recovery", to_epoch=1)
+    cluster.finish(standby)
+    assert [event["dead"] for event in standby.events("worker_dead")] == [3]
 
 
 def test_where_none_comes_the_job_ends_as_without(

@@ -81,10 +81,14 @@ class Hold:
 
     Args:
         is_ours: whether nobody has taken it over.
+
+    Attributes:
+        is_followed: whether another process has, that goes on with the job.
     """
 
-    def __init__(self, is_ours: Callable[[], bool]) -> None:
+    def __init__(self, is_ours: Callable[[], bool], is_followed: Callable[[], bool] = lambda: False) -> None:
         self._is_ours = is_ours
+        self.is_followed = is_followed
         self._left = False
 
     def __call__(self) -> bool:

@@ -12,12 +12,13 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Final
 
 from megatron_resihp.coding import Form, Tolerance, WrongValueError, decode, encode, omitted_if
 from megatron_resihp.control import keys
-from megatron_resihp.control.commands.claim import Owner, claimed, taken_over
+from megatron_resihp.control.commands.claim import Hold, Owner, claimed, taken_over
 from megatron_resihp.control.transport import leaders
 from megatron_resihp.control.transport.address import Address, parse_address
 from megatron_resihp.control.transport.gate import OtherProtocolError, RefusedSecretError
@@ -82,6 +83,18 @@ class Contact:
             return read_contact(run_dir) == self
         except StoreError:
             return False
+
+    def is_followed(self, run_dir: Path) -> bool:
+        """Whether another coordinator has the run directory, of the same run."""
+        try:
+            there = read_contact(run_dir)
+        except StoreError:
+            return False
+        return there.token == self.token and there.store != self.store
+
+    def hold(self, run_dir: Path) -> Hold:
+        """What this coordinator has of the run directory."""
+        return Hold(partial(self.holds, run_dir), partial(self.is_followed, run_dir))
 
     @property
     def _text(self) -> str:

@@ -236,7 +236,8 @@ def _open_headquarters(options: LaunchOptions, seat: Seat, mailbox: Mailbox) -> 
         replaceable=options.replaceable,
     )  # fmt: skip
     job = Job(
-        size, list(options.command), limits, seat.token, seat.secret, seat.run_dir, seat.before, seat.holds, seat.claim
+        size, list(options.command), limits, seat.token, seat.secret, seat.run_dir, seat.before, seat.holds, seat.claim,
+        seat.holds.is_followed,
     )  # fmt: skip
     return Headquarters(
         seat.address, seat.listener, bus, requests, job, meeting, detection, replanner, mailbox.end,

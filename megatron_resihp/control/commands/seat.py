@@ -166,7 +166,7 @@ def _lead(
     contact = Contact(address, apart=options.alone, replaceable=options.replaceable)
     try:
         # Before anything is written that a job which runs there would read, or has written.
-        holds = Hold(partial(contact.holds, run_dir))
+        holds = contact.hold(run_dir)
         stack.enter_context(contact.published(run_dir, holds))
         leadership = None if options.control is None else stack.enter_context(closing(Leadership(options.control)))
         own = stack.enter_context(published_secret(run_dir, holds))

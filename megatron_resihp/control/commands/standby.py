@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from megatron_resihp.control import exit_codes
-from megatron_resihp.control.commands.claim import TOUCH_S, Hold, age
+from megatron_resihp.control.commands.claim import TOUCH_S, age
 from megatron_resihp.control.commands.contact import FILE_NAME, Contact, read_contact
 from megatron_resihp.control.commands.launch_options import LaunchError, LaunchOptions
 from megatron_resihp.control.commands.run_directory import make_run_dir, unwritable
@@ -75,7 +75,7 @@ def take_over(options: LaunchOptions, make_event_sink: MakeEventSink, stack: Exi
             leadership, before = wait.take_over()
         stack.enter_context(closing(leadership))
         contact = Contact(Address(host, listener.getsockname()[1]), before.run, apart=True, replaceable=True)
-        holds = Hold(partial(contact.holds, run_dir))
+        holds = contact.hold(run_dir)
         claim = stack.enter_context(contact.taken_over(run_dir, holds))
         own = stack.enter_context(published_secret(run_dir, holds, find_secret(run_dir)))
         leases = stack.enter_context(closing(NodeLeases(options.control, before.run, LEADERLESS_S)))

@@ -68,6 +68,7 @@ class Job:
         before: what a coordinator has decided that was lost; None: the job begins.
         holds: whether the run directory is still this coordinator's.
         claim: makes it so, where there was a coordinator before; StoreError says why that can't be.
+        is_followed: whether it is that of another coordinator which has taken over since then.
     """
 
     size: JobSize
@@ -79,6 +80,7 @@ class Job:
     before: Succession | None = None
     holds: Callable[[], bool] = lambda: True
     claim: Callable[[], None] = lambda: None
+    is_followed: Callable[[], bool] = lambda: False
 
 
 class Headquarters:
@@ -165,6 +167,8 @@ class Headquarters:
                     coordinator.take_over()
                     job.claim()
                     store.set(keys.RUN, job.token)
+                if self._leadership is not None:
+                    self._leadership.keep(self._leave, job.is_followed)
                 coordinator.run()
         except UnrecordedError as error:
             self._leave(error)

@@ -196,11 +196,15 @@ class Link:
         was_cut_off = self._cut_off
         if was_cut_off:
             store.check(keys.RUN)  # which asks the one that leads now
-        term = store.term
-        if term is None or self._term is None or term == self._term:
+            if not self._is_replaced(store):
+                # One that is ending may have closed this connection a moment before its store.
+                time.sleep(SLICE_S)
+                store.check(keys.RUN)
+        if not self._is_replaced(store):
             if was_cut_off:
                 raise StoreError("it closed the liveness connection")
             return
+        term = store.term
         if self._liveness is not None:
             self._liveness.close()
         self._cut_off = False
@@ -215,6 +219,10 @@ class Link:
             return
         self._term, self._failed = term, 0
         self._letters.put(NOTHING)
+
+    def _is_replaced(self, store: LastingStore) -> bool:
+        """Whether the store that was last asked is that of another coordinator than this agent's."""
+        return store.term is not None and self._term is not None and store.term != self._term
 
     def _listen(self) -> None:
         try:

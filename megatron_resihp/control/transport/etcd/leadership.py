@@ -62,6 +62,7 @@ class Leadership:
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._on_deposed: Callable[[EtcdError], None] = lambda error: None
+        self._is_followed: Callable[[], bool] = lambda: False
         self._deposed: EtcdError | None = None
         self._telling = threading.Lock()
         self._gateway = Gateway(location)
@@ -93,16 +94,20 @@ class Leadership:
         """
         with self._lock:
             if token == self._token:
+                self._check_not_followed("its lease has lapsed")
                 self._stand(gateway)
 
-    def keep(self, on_deposed: Callable[[EtcdError], None]) -> None:
+    def keep(
+        self, on_deposed: Callable[[EtcdError], None], is_followed: Callable[[], bool] = lambda: False
+    ) -> None:  # fmt: skip
         """Keep the lease alive until `close`, in a thread of its own. May be called again, with another to be told.
 
         Args:
             on_deposed: told, in that thread, that this one leads no more, and why; at once, if that is known already.
+            is_followed: whether another leads, by what can be known without etcd.
         """
         with self._telling:
-            self._on_deposed, deposed = on_deposed, self._deposed
+            self._on_deposed, self._is_followed, deposed = on_deposed, is_followed, self._deposed
         if deposed is not None:
             on_deposed(deposed)
         elif self._thread is None:
@@ -135,7 +140,7 @@ class Leadership:
         since: float | None = None
         while not self._closing.wait(RETRY_S if since is not None else self.location.lease_s / RENEWALS):
             try:
-                self._renew()
+                self._renew(since is not None)
             except (UnreachableError, LeaseLostError) as error:
                 if since is None:
                     since = time.monotonic()
@@ -150,12 +155,19 @@ class Leadership:
                     say(f"resihp: etcd answers again, after {time.monotonic() - since:.0f} s")
                 since = None
 
-    def _renew(self) -> None:
+    def _renew(self, was_away: bool) -> None:
+        if was_away:
+            self._check_not_followed("etcd has been out of reach")
         token = self._token
         try:
             self._gateway.keep_alive(self._lease)
         except LeaseLostError:
             self.stand_again(self._gateway, token)
+
+    def _check_not_followed(self, why: str) -> None:
+        """Others may have to do with this one, which can't know from etcd that another leads."""
+        if self._is_followed():
+            raise DeposedError(f"another has taken over {self.location}: {why}")
 
     def _stand(self, gateway: Gateway) -> None:
         lease, key = gateway.grant(self.location.lease_s), self.location.leader

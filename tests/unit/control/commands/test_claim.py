@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from functools import partial
+from dataclasses import replace
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from megatron_resihp.control.commands import claim
-from megatron_resihp.control.commands.claim import ClaimedError, Hold, Owner, claimed, living_owner, touched
+from megatron_resihp.control.commands.claim import ClaimedError, Owner, claimed, living_owner, touched
 from megatron_resihp.control.commands.contact import Contact
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.secret import published_secret
@@ -136,11 +136,24 @@ def test_what_another_job_has_by_now_is_left_to_it(path: Path) -> None:
     assert path.read_text() == text(pid=1)
 
 
+def test_a_coordinator_sees_by_the_run_directory_that_another_has_taken_over(tmp_path: Path) -> None:
+    """Not by a file that is missing, or damaged, or of another job: that may be late."""
+    contact = Contact(Address("127.0.0.1", 1))
+    later, other = (replace(contact, **{name: value}) for name, value in (("store", Address("x", 2)), ("token", "y")))
+    file = tmp_path / "coordinator.json"
+    for there, followed in ((None, False), (contact, False), (later, True), (other, False)):
+        if there is not None:
+            file.write_text(there._text)
+        assert contact.hold(tmp_path).is_followed() == followed
+    file.write_text("{")
+    assert not contact.hold(tmp_path).is_followed()
+
+
 def test_what_another_process_goes_on_with_is_left_to_it(tmp_path: Path) -> None:
     """Although it hasn't come yet."""
     contact = Contact(Address("127.0.0.1", 1))
     for leaves in (True, False):
-        holds = Hold(partial(contact.holds, tmp_path))
+        holds = contact.hold(tmp_path)
         with contact.taken_over(tmp_path, holds) as take, published_secret(tmp_path, holds):
             take()
             assert holds()

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from served import HOST, Served
 
 from megatron_resihp.control import keys
 from megatron_resihp.control.job_size import JobSize
+from megatron_resihp.control.node import link
+from megatron_resihp.control.node.mailbox import Ending
 from megatron_resihp.control.transport import lasting
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.lasting import LastingStore
@@ -23,7 +26,7 @@ from megatron_resihp.control.transport.liveness import LivenessConnection
 from megatron_resihp.control.transport.node_liveness import Joining, NodeLoss, NodeWatcher, come_back
 from megatron_resihp.control.transport.secret import fresh_secret
 from megatron_resihp.control.transport.shipping import Relay, Uplink
-from megatron_resihp.control.transport.store import StoreError, reserve
+from megatron_resihp.control.transport.store import Store, StoreError, reserve
 from megatron_resihp.control.transport.store_client import connect
 from megatron_resihp.control.worker.client import WorkerControl
 from megatron_resihp.control.worker.errors import CoordinatorLost
@@ -177,6 +180,30 @@ class TestWorker:
         control = WorkerControl(leading.store(), 0, lambda: None)
         first.close()
         assert isinstance(control.heard.await_end(), CoordinatorLost)
+
+
+class TestAgent:
+    def test_finds_the_next_coordinator_where_the_last_one_cuts_it_off_before_it_closes_its_store(
+        self, leading: Leading, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """That isn't to be given up."""
+        first, introduced, ends = leading.lead(1), list[tuple[Callable[[], None], bool]](), list[Ending]()
+
+        def introduce(store: Store, on_lost: Callable[[], None], comes_back: bool) -> None:
+            introduced.append((on_lost, comes_back))
+
+        def a_moment_later(seconds: float) -> None:
+            if len(leading.served) == 1:
+                first.close()
+                leading.lead(2)
+
+        monkeypatch.setattr(link, "time", SimpleNamespace(sleep=a_moment_later, monotonic=time.monotonic))
+        agent = link.Link(leading.store, introduce, ends.append, lambda slowness: None)
+        eventually(lambda: introduced)
+        introduced[0][0]()
+        eventually(lambda: len(introduced) == 2 or ends)
+        assert introduced[1][1] and not ends
+        agent.close(WAIT_S)
 
 
 class TestNodes:
