@@ -81,19 +81,28 @@ class TestCertificates:
         assert f"{place} holds no decisions" in capsys.readouterr().err
 
 
+def administer(etcd: Etcd, *commands: str) -> None:
+    """Have etcdctl do this."""
+    [member] = etcd.location().members
+    for command in commands:
+        words = ["etcdctl", f"--endpoints={member}", *command.split()]
+        subprocess.run(words, input=f"{PAIR.password}\n", text=True, check=True, capture_output=True)
+
+
+def guard(etcd: Etcd) -> None:
+    """Let in two users: root, and one that may use the keys of one job."""
+    administer(
+        etcd, "user add root:x", "user grant-role root root", "role add job",
+        "role grant-permission --prefix job readwrite run/", f"user add {PAIR.user} --interactive=false",
+        f"user grant-role {PAIR.user} job", "auth enable",
+    )  # fmt: skip
+    etcd.access = PAIR
+
+
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
-    """Has two users: root, and one that may use the keys of one job."""
     with closing(Etcd(tmp_path_factory.mktemp("etcd"))) as made:
-        [member] = made.location().members
-        for command in (
-            "user add root:x", "user grant-role root root", "role add job",
-            "role grant-permission --prefix job readwrite run/", f"user add {PAIR.user} --interactive=false",
-            f"user grant-role {PAIR.user} job", "auth enable",
-        ):  # fmt: skip
-            words = ["etcdctl", f"--endpoints={member}", *command.split()]
-            subprocess.run(words, input=f"{PAIR.password}\n", text=True, check=True, capture_output=True)
-        made.access = PAIR
+        guard(made)
         yield made
 
 
@@ -112,6 +121,19 @@ class TestUsers:
     def test_strangers_are_refused(self, guarded: Etcd, access: Access, said: str) -> None:
         with pytest.raises(EtcdError, match=said):
             Leadership(replace(guarded.location("run"), access=access))
+
+    def test_a_signed_token_is_asked_for_again_once_users_have_changed(self, tmp_path: Path) -> None:
+        openssl(tmp_path, "genrsa", "-out", "own.key", "2048")
+        openssl(tmp_path, "rsa", "-in", "own.key", "-pubout", "-out", "own.pub")
+        keys = f"pub-key={tmp_path / 'own.pub'},priv-key={tmp_path / 'own.key'}"
+        with closing(Etcd(tmp_path, flags=["--auth-token", f"jwt,{keys},sign-method=RS256,ttl=10m"])) as signing:
+            guard(signing)
+            with closing(Leadership(signing.location("run"))) as leader:
+                gateway = leader.gateway()
+                assert gateway.get("run/leader") is not None
+                administer(signing, "--user=root:x user add another:y")
+                held = gateway.get("run/leader")
+                assert held is not None and held.created == leader.token
 
     def test_a_token_that_etcd_has_forgotten_is_asked_for_again(self, guarded: Etcd) -> None:
         gateway = Gateway(guarded.location("run"))

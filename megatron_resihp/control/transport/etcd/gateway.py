@@ -33,6 +33,10 @@ _NOT_FOUND: Final = 5
 """gRPC's code; of what is asked here, only leases are looked for."""
 _UNAUTHENTICATED: Final = 16
 """gRPC's code, for a token that etcd doesn't know any more."""
+_OUTDATED: Final = "revision of auth store is old"
+"""What etcd says of a signed token once its users or roles have changed."""
+LOGINS: Final = 3
+"""How often a request is made for which etcd takes no token: users may change several times in a row."""
 
 
 class EtcdError(Exception):
@@ -48,7 +52,8 @@ class LeaseLostError(EtcdError):
 
 
 class _TokenLostError(EtcdError):
-    """etcd takes a token for some minutes, and forgets it if it was started anew."""
+    """etcd takes a token for some minutes, and forgets it if it was started anew. One that it has signed it takes until
+    somebody changes its users or roles."""
 
 
 @dataclass(frozen=True)
@@ -196,16 +201,19 @@ class Gateway:
         return list(self._post("kv/range", wanted).get("kvs", ()))
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        if self.location.access.user is not None and self._token is None:
-            self._log_in()
-        try:
-            return self._post_once(path, body)
-        except _TokenLostError:
-            self._log_in()
-            return self._post_once(path, body)
+        user = self.location.access.user
+        for _ in range(LOGINS):
+            if user is not None and self._token is None:
+                self._log_in()
+            try:
+                return self._post_once(path, body)
+            except _TokenLostError as error:
+                if user is None:
+                    raise
+                self._token, lost = None, error
+        raise UnreachableError(str(lost)) from lost
 
     def _log_in(self) -> None:
-        self._token = None
         access = self.location.access
         said = self._post_once("auth/authenticate", {"name": access.user, "password": access.password})
         self._token = str(said.get("token", ""))
@@ -274,6 +282,8 @@ class Gateway:
 
 
 def _refusal(said: dict[str, Any], problem: str) -> EtcdError:
+    if _OUTDATED in problem:
+        return _TokenLostError(problem)
     kind = {_NOT_FOUND: LeaseLostError, _UNAUTHENTICATED: _TokenLostError}.get(said.get("code", 0), EtcdError)
     return kind(problem)
 
