@@ -20,6 +20,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +74,16 @@ def quoted(words: Iterable[str]) -> list[str]:
 
 
 def filled_in(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """The same, with a number in the place of each shell variable that stands for one."""
+    """The same, with a number in the place of each shell variable that stands for one, and of each value that FILE has
+    lost: what a shell script takes from its own command line is nothing there."""
     numbers = {flag for action in parser._actions if action.type in (int, float) for flag in action.option_strings}
-    flags = ["", *words[:-1]]
-    return ["1" if flag in numbers and "$" in word else word for flag, word in zip(flags, words, strict=True)]
+    valued = {flag for action in parser._actions if action.nargs in (None, "+") for flag in action.option_strings}
+    found: list[str] = []
+    for flag, word in pairwise(["", *words, "--"]):
+        if flag in valued and word.startswith("--"):
+            found.append("1")
+        found.append("1" if flag in numbers and "$" in word else word)
+    return found[:-1]
 
 
 def checker() -> Callable[[str, Sequence[str]], Answer]:
