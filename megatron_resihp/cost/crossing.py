@@ -15,7 +15,7 @@ from megatron_resihp.cost.layers import Model
 from megatron_resihp.cost.memory import memory_of
 from megatron_resihp.cost.training import Training
 from megatron_resihp.plan import ParallelPlan
-from megatron_resihp.plan.copies import copies_at
+from megatron_resihp.plan.copies import copies_at, instances_under, keeps_copies
 
 NodeOf = Callable[[int], int]
 """Tells a worker's node."""
@@ -49,6 +49,8 @@ def crossing(plan: ParallelPlan, model: Model, training: Training, node_of: Node
 def _gradients(plan: ParallelPlan, model: Model, training: Training, node_of: NodeOf) -> defaultdict[int, float]:
     """Bytes that each node sends. Rings go through each node once, whatever the order of ranks, as NCCL's do."""
     sent, used = defaultdict[int, float](float), memory_of(plan, model, training)
+    instances = instances_under(plan, training.optimizer_instances)
+    copies = training.distributed_optimizer and keeps_copies(plan, instances)
     for coordinate in plan.grid.coordinates():
         holders = plan.grid.workers_at(coordinate)
         nodes = {node_of(worker) for worker in holders}
@@ -56,7 +58,7 @@ def _gradients(plan: ParallelPlan, model: Model, training: Training, node_of: No
         second = own.weights if training.distributed_optimizer else own.gradients
         for node in nodes if len(nodes) > 1 else ():
             sent[node] += (own.gradients + second) * (1 - share)
-        for owner, keeper in copies_at(plan, coordinate) if training.distributed_optimizer else ():
+        for owner, keeper in copies_at(plan, coordinate) if copies else ():
             if node_of(owner) != node_of(keeper):
                 sent[node_of(owner)] += own.gradients * share
     return sent

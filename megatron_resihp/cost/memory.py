@@ -277,7 +277,7 @@ class _Accountant:
                 continue
             parameters, sharers = self._parameters(part, degree, rank, copies)
             held += parameters
-            instances = self._training.instances_of(copies)
+            instances = self._training.instances_of(copies, degree)
             optimizer += parameters * instances / sharers if self._training.distributed_optimizer else parameters
         return held, optimizer
 
@@ -287,7 +287,7 @@ class _Accountant:
             return part.parameters * part.share(degree, rank), Fraction(copies)
         tensor = self._training.expert_tensor_parallel or degree
         parameters = part.parameters * part.share(tensor, rank % tensor) / self._training.expert_parallel
-        return parameters, Fraction(copies * degree, tensor * self._training.expert_parallel)
+        return parameters, self._training.with_same_experts(copies, degree)
 
     def _activations(self, distinct: int, degree: int, rank: int) -> tuple[float, float]:
         """Bytes of one micro-batch that a layer keeps from F to B; and the same without recomputation."""

@@ -4,6 +4,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from fractions import Fraction
 from typing import Any, Final
 
 MASTER_AND_MOMENTS: Final = 12
@@ -71,10 +72,18 @@ class Training:
         """Tokens of a micro-batch."""
         return self.micro_batch_size * self.sequence_length
 
-    def instances_of(self, holders: int) -> int:
-        """How many groups of a shard's holders have all of its optimizer state."""
+    def instances_of(self, holders: int, degree: int) -> int:
+        """How many groups of a shard's holders have all of its optimizer state.
+
+        Args:
+            degree: number of tensor-parallel members of a stage.
+        """
         own = self.optimizer_instances
-        return own if holders > own and holders % own == 0 else 1
+        return own if holders > own and self.with_same_experts(holders, degree) % own == 0 else 1
+
+    def with_same_experts(self, holders: int, degree: int) -> Fraction:
+        """How many workers have the same part of the same experts, of so many holders of a shard."""
+        return Fraction(holders * degree, (self.expert_tensor_parallel or degree) * self.expert_parallel)
 
     def can_share(self, degree: int) -> bool:
         """Whether tensor-parallel members get equal parts of a shared sequence, as Megatron requires."""

@@ -4,7 +4,8 @@
 Each part exists once, on the replica that owns it. So the holders of a shard of the model form a ring, working holders
 first, and each holder also keeps its predecessor's part. A standby owns no part, and keeps one. Where replicas share
 experts, those with the same experts form a ring of their own. If there is one of each only, all form one: then an
-expert's copy is with a worker that doesn't have it.
+expert's copy is with a worker that doesn't have it. Where several instances of the optimizer have each expert once,
+neighbours in a ring are in different instances and own the same part: then there are no copies.
 """
 
 from collections.abc import Collection, Sequence
@@ -13,7 +14,7 @@ from megatron_resihp.plan.parallel_plan import ParallelPlan
 from megatron_resihp.plan.replica import Coordinate
 
 Edge = tuple[int, int]
-"""Owner of a part, and the worker that keeps its copy."""
+"""Owner of a part, and its buddy, the worker that keeps a copy of it or owns it, too."""
 
 
 def rings_at(plan: ParallelPlan, coordinate: Coordinate) -> tuple[tuple[int, ...], ...]:
@@ -24,8 +25,32 @@ def rings_at(plan: ParallelPlan, coordinate: Coordinate) -> tuple[tuple[int, ...
     return tuple(holders[share::shares] for share in range(shares))
 
 
+def instances_under(plan: ParallelPlan, own: int) -> int:
+    """How many instances of the optimizer a plan has, each of which has all of its state.
+
+    Args:
+        own: how many the job asks for. There is one where that doesn't divide the replicas that have the same experts,
+            as Megatron needs, or leaves each replica on its own: it would keep a copy of what it has.
+    """
+    replicas = len(plan.replicas)
+    return own if replicas > own and replicas // plan.expert_parallel % own == 0 else 1
+
+
+def keeps_copies(plan: ParallelPlan, instances: int) -> bool:
+    """Whether buddies keep copies. They don't where they own the same part: each instance has each expert once then,
+    and those with the same experts are in different instances."""
+    return instances == 1 or len(plan.replicas) > instances * plan.expert_parallel
+
+
+def kept_copies(plan: ParallelPlan, instances: int) -> dict[int, int]:
+    """By each worker that keeps a copy, the owner of that part."""
+    if not keeps_copies(plan, instances):
+        return {}
+    return {buddy: owner for each in plan.grid.coordinates() for owner, buddy in copies_at(plan, each)}
+
+
 def copies_at(plan: ParallelPlan, coordinate: Coordinate) -> tuple[Edge, ...]:
-    """Owners and buddies of the parts of one shard; empty if no other worker can keep a copy."""
+    """Owners and buddies of the parts of one shard; empty if no other worker can have a part, too."""
     owners = plan.grid.workers_at(coordinate)
     return tuple(
         (owner, ring[(index + 1) % len(ring)])

@@ -36,9 +36,9 @@ def stock_steps(directory: Path, workers: int, script: Path = NOTING, **flags: A
     return _read(notes)
 
 
-def forked_stock_steps(jobs: Jobs, workers: int, **flags: Any) -> Steps:
+def forked_stock_steps(jobs: Jobs, workers: int, script: Path = NOTING, **flags: Any) -> Steps:
     """The same of workers that are forked as other jobs' are, in a fraction of the time."""
-    job = jobs.run(tiny(**flags | OURS), workers=workers, script=NOTING, without_plugin=True)
+    job = jobs.run(tiny(**flags | OURS), workers=workers, script=script, without_plugin=True)
     assert job.code == 0, job.tails()
     return _read(job.run_dir / "notes")
 
@@ -72,14 +72,14 @@ def like_stock(
     return job
 
 
-def like_stock_and_back(jobs: Jobs, *, layout: dict[str, Any]) -> Job:
-    """A job of four workers that loses the last one and gets it back, compared likewise."""
-    stock = forked_stock_steps(jobs, 4, **layout)
-    arguments = tiny(**layout, resihp_inject="kill:3@3")
-    job = jobs.start(arguments, workers=4, max_restarts=1, script=WISHING, wishes=["hold-0-7"])
-    job.await_event("worker_waiting", waiting=7)
+def like_stock_and_back(jobs: Jobs, *, layout: dict[str, Any], workers: int = 4, script: Path | None = None) -> Job:
+    """A job that loses its last worker and gets it back, compared likewise. `script`: notes and has wishes."""
+    stock = forked_stock_steps(jobs, workers, script or NOTING, **layout)
+    arguments = tiny(**layout, resihp_inject=f"kill:{workers - 1}@3")
+    job = jobs.start(arguments, workers=workers, max_restarts=1, script=script or WISHING, wishes=["hold-0-7"])
+    job.await_event("worker_waiting", waiting=2 * workers - 1)
     job.wish("go_on")
-    assert job.wait().code == 0, job.tails()
+    assert job.wait(LARGE_JOB_S).code == 0, job.tails()
     check_like_stock(job, stock)
     check_samples(job)
     return job

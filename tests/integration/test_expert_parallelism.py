@@ -61,6 +61,8 @@ OPTIMIZER: dict[str, Any] = {
     "use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True,
     "ddp_bucket_size": 3000,
 }  # fmt: skip
+INSTANCES: dict[str, Any] = OPTIMIZER | {"num_distributed_optimizer_instances": 2}
+"""Of four replicas, each pair has all of the optimizer's state, and each expert once."""
 HALF: dict[str, Any] = {
     "fp16": True, "accumulate_allreduce_grads_in_fp32": True, "initial_loss_scale": 2**21, "hysteresis": 1,
     "loss_scale_window": 2,
@@ -121,10 +123,14 @@ def there_and_back(path: Path, replicas: Sequence[Sequence[Sequence[int]]], memb
         (MEMBERS, WHOLE, FP32),
         (MEMBERS, WHOLE | GATHERED | BIASED | SWIGLU, FP32),
         (MEMBERS, WHOLE | OPTIMIZER, FP32),
+        (WORKER, INSTANCES, FP32),
+        (MEMBERS, TENSOR | INSTANCES | SINKHORN | {"bf16": True}, BF16),
+        (MEMBERS, WHOLE | INSTANCES, FP32),
     ],
     ids=[
         "bf16", "gathered, sinkhorn", "dropping", "tensor", "tensor, gathered, biased", "stages", "optimizer",
         "optimizer, biased, bf16", "optimizer, tensor", "whole", "whole, gathered, biased, gated", "whole, optimizer",
+        "instances", "tensor, instances, sinkhorn, bf16", "whole, instances",
     ],
 )  # fmt: skip
 def test_a_change_there_and_back_and_a_death(
@@ -162,16 +168,41 @@ def test_the_last_two_share_and_keep_copies_of_each_others_experts(jobs: Jobs) -
     assert degrees(job) == [(2, 4), (1, 3), (2, 2), (1, 1)]
 
 
+def test_an_instance_of_the_optimizer_dies_whole(jobs: Jobs) -> None:
+    """The other one has all of the state, and owners keep no copies as long as it does."""
+    pytest.importorskip("einops", reason="einops is not installed: Megatron makes the groups of instances with it")
+    layout = SHARED | INSTANCES
+    stock = forked_stock_steps(jobs, WORKERS, **layout)
+    whole, job = (
+        jobs.run(tiny(**layout, resihp_inject=deaths), workers=WORKERS)
+        for deaths in (None, ["kill:0@3:step", "kill:1@3:step"])
+    )
+    for each, keepers in ((whole, set()), (job, {2, 3})):
+        check_like_stock(each, stock)
+        check_samples(each)
+        assert {event["worker"] for event in each.events("optimizer_copy")} == keepers
+    assert degrees(job)[0] == (2, 4) and degrees(job)[-1] == (2, 2)
+
+
+def test_several_of_each_expert_in_an_instance_of_the_optimizer(jobs: Jobs) -> None:
+    """Copies then are of other parts. Three of each expert are one instance."""
+    pytest.importorskip("einops", reason="einops is not installed: Megatron makes the groups of instances with it")
+    layout = SHARED | INSTANCES | {"train_iters": 12}
+    job = like_stock_and_back(jobs, layout=layout, workers=2 * WORKERS)
+    assert degrees(job) == [(2, 8), (2, 6), (2, 8)]
+
+
 @pytest.mark.parametrize(
     ("layout", "tolerance"),
     [
         ({}, FP32),
         ({"ckpt_format": "torch"}, FP32),
         (OPTIMIZER, FP32),
+        (INSTANCES, FP32),
         ({"use_distributed_optimizer": True, "bf16": True}, BF16),
         ({"use_distributed_optimizer": True, "ckpt_format": "torch", "swiglu": True}, FP32),
     ],
-    ids=["distributed", "by rank", "optimizer", "optimizer, bf16", "optimizer, by rank, gated"],
+    ids=["distributed", "by rank", "optimizer", "instances", "optimizer, bf16", "optimizer, by rank, gated"],
 )
 def test_a_checkpoint_of_a_smaller_degree(
     jobs: Jobs, tmp_path: Path, layout: dict[str, Any], tolerance: Tolerance

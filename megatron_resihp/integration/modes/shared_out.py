@@ -33,6 +33,7 @@ from megatron_resihp.integration.step.optimizer_shards import (
 from megatron_resihp.integration.step.optimizer_whole import are_there_parts, parameters_and_buffers, share_out
 from megatron_resihp.integration.trained import Trained, parts_of
 from megatron_resihp.plan import Shard
+from megatron_resihp.plan.copies import instances_under, keeps_copies, kept_copies
 from megatron_resihp.protocol.published import EpochPlan
 
 
@@ -46,7 +47,7 @@ class SharedOutMode(UniformMode):
         coordinate = self.view.plan.coordinate_of(self.view.worker)
         self._first_stepped: Any = None
         self._ring = None
-        if coordinate is not None:
+        if coordinate is not None and keeps_copies(self.view.plan, self.instances):
             self._ring = join_ring(self.view.plan, coordinate, self.view.worker, make_group)
 
     def close(self) -> None:
@@ -62,10 +63,7 @@ class SharedOutMode(UniformMode):
 
     @property
     def instances(self) -> int:
-        """One where the job's own number doesn't divide the replicas of this plan, or leaves each on its own: it would
-        keep a copy of what it has."""
-        own, replicas = self._runtime.job.optimizer_instances, len(self.view.plan.replicas)
-        return own if replicas > own and replicas % own == 0 else 1
+        return instances_under(self.view.plan, self._runtime.job.optimizer_instances)
 
     def counts_part(self, part: Any) -> bool:
         """Each replica counts its part; parts that others have too are counted by the first that do."""
@@ -112,16 +110,21 @@ class SharedOutState(UniformState):
     def migrate(self, order: EpochPlan, trained: Trained) -> Migrated:
         runtime = self._runtime
         if are_there_parts(runtime):
-            moved, kept = move_parts(runtime, trained)
+            moved, kept = move_parts(runtime, trained, self._copied)
             return Migrated(moved, self._digests(trained, kept), kept)
         filler = HostFiller()
         moved, digests = migrate_slices(runtime, order, trained, filler=filler)
-        kept = share_out(runtime, trained, filler.whole)
+        kept = share_out(runtime, trained, filler.whole, self._copied.get(runtime.worker))
         return Migrated(moved, digests | self._digests(trained, kept), kept)
 
     def first_copies(self) -> Kept | None:
-        _, kept = move_parts(self._runtime, self._runtime.held.live)
+        _, kept = move_parts(self._runtime, self._runtime.held.live, self._copied)
         return kept
+
+    @property
+    def _copied(self) -> dict[int, int]:
+        plan = self._view.plan
+        return kept_copies(plan, instances_under(plan, self._runtime.job.optimizer_instances))
 
     def digests(self, trained: Trained) -> dict[str, str]:
         return self._digests(trained, self._runtime.held.kept)

@@ -106,11 +106,12 @@ def tell_cost(runtime: Runtime) -> None:
 # ---- at the start of an epoch
 
 
-def move_parts(runtime: Runtime, trained: Trained) -> tuple[int, Kept | None]:
+def move_parts(runtime: Runtime, trained: Trained, copied: Mapping[int, int]) -> tuple[int, Kept | None]:
     """Give each worker its part of the optimizer's state, wherever it is, the parameters, and the copy that it keeps.
 
     Args:
         trained: freshly built objects to be filled, or the live ones where nothing is to be filled.
+        copied: whose part each worker keeps a copy of; as of `kept_copies`.
 
     Returns:
         the bytes received from others, and what the worker has now.
@@ -127,7 +128,6 @@ def move_parts(runtime: Runtime, trained: Trained) -> tuple[int, Kept | None]:
     told = tell_all(runtime.mode.everybody, worker, {"has": list(has), "owns": list(owns.items()), "fills": fills})
     has_all = {each: [Range(*where) for where in said["has"]] for each, said in told.items()}
     owned = {each: places_said(said["owns"]) for each, said in told.items()}
-    copied = {buddy: owner for each in plan.grid.coordinates() for owner, buddy in copies_at(plan, each)}
     if not any(said["has"] for said in told.values()):  # before the first step owners have what they were built with
         has = _full_entries(coordinate, own_part(trained), members)
         has_all = {each: list(owned[each]) for each in told}

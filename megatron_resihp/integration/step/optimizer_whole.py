@@ -35,7 +35,6 @@ from megatron_resihp.integration.step.optimizer_shards import (
     publish_parameters,
 )
 from megatron_resihp.integration.trained import Trained
-from megatron_resihp.plan.copies import copies_at
 from megatron_resihp.plan.ranges import Range, plan_range_moves
 
 STATE = "state/"
@@ -86,12 +85,13 @@ def parameters_and_buffers(trained: Trained) -> WholeState:
     return WholeState(parameters | buffer_states(trained.model), ())
 
 
-def share_out(runtime: Runtime, trained: Trained, whole: WholeState) -> Kept | None:
+def share_out(runtime: Runtime, trained: Trained, whole: WholeState, owner: int | None) -> Kept | None:
     """Fill new objects' own parts, gather parameters, and keep a copy; all members call it.
 
     Args:
         trained: what this worker has now: new objects, or those of the epoch before where it stands by.
         whole: the state of all parameters of the new objects.
+        owner: of the part that it keeps a copy of; None: it keeps none.
     """
     plan, worker = runtime.view.plan, runtime.worker
     coordinate = plan.coordinate_of(worker)
@@ -112,7 +112,6 @@ def share_out(runtime: Runtime, trained: Trained, whole: WholeState) -> Kept | N
         if digest_of_pieces(now[where] for where in cut) != digest_of_pieces(cut.values()):
             raise RuntimeError("this worker's part of the optimizer's state is not what it was before it moved")
         publish_parameters(trained)
-    owner = next((owner for owner, buddy in copies_at(plan, coordinate) if buddy == worker), None)
     if owner is None:
         return Kept(coordinate, runtime.view.works, None)
     places = places_said(told[owner])

@@ -103,6 +103,10 @@ class TestState:
         assert use.weights == 2 * (other + experts // 8)
         # 16 workers share the optimizer state of the one kind, two hold the same experts of the other.
         assert use.optimizer == 12 * (other // 16 + experts // 8 // 2)
+        twice = memory_of(uniform(1, 1, 16, 1), model, replace(training, optimizer_instances=2))[0]
+        assert twice.optimizer == 12 * (other // 8 + experts // 8)
+        three = memory_of(uniform(1, 1, 24, 1), model, replace(training, optimizer_instances=2))[0]
+        assert three.optimizer == -(-12 * (other + experts) // 24), "three of each expert are in one instance"
 
 
 class TestActivations:

@@ -4,11 +4,12 @@
 from dataclasses import replace
 from itertools import combinations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_resihp.plan import Coordinate, ParallelPlan, Replica
-from megatron_resihp.plan.copies import copies_at, in_turns, lost_parts
+from megatron_resihp.plan.copies import copies_at, in_turns, instances_under, kept_copies, lost_parts
 
 ONLY = Coordinate(0, 0)
 
@@ -45,6 +46,19 @@ def test_replicas_with_the_same_experts_keep_copies_for_each_other() -> None:
     assert copies_at(plan, ONLY) == ((0, 2), (2, 0), (1, 3), (3, 1))
     assert lost_parts(plan, {0, 1}) == () and lost_parts(plan, {0, 2}) == (ONLY,)
     assert copies_at(replace(replicas(2), expert_parallel=2), ONLY) == ((0, 1), (1, 0))
+
+
+def test_buddies_in_other_instances_own_the_same_part_where_each_has_every_expert_once() -> None:
+    pairs = replace(replicas(4), expert_parallel=2)
+    assert instances_under(pairs, 2) == 2 and kept_copies(pairs, 2) == {}
+    assert kept_copies(pairs, 1) == {2: 0, 0: 2, 3: 1, 1: 3}
+    assert kept_copies(replace(replicas(8), expert_parallel=2), 2)[2] == 0, "each instance has every expert twice"
+    assert kept_copies(replicas(4), 2)[1] == 0, "neighbours are in one instance"
+
+
+@pytest.mark.parametrize(("count", "shares", "expected"), [(4, 1, 2), (3, 1, 1), (2, 1, 1), (8, 2, 2), (6, 2, 1)])
+def test_instances_have_as_many_replicas_with_the_same_experts(count: int, shares: int, expected: int) -> None:
+    assert instances_under(replace(replicas(count), expert_parallel=shares), 2) == expected
 
 
 @given(st.integers(1, 9), st.integers(0, 2))

@@ -43,11 +43,6 @@ _CLASHES = (
         lambda values: "quantile_balancing" in values["moe_router_load_balancing_type"],
         _ALONE,
     ),
-    Clash(
-        "num_distributed_optimizer_instances",
-        lambda values: values["num_distributed_optimizer_instances"] > 1,
-        _ALONE,
-    ),
 )
 
 

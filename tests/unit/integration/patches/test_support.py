@@ -411,6 +411,7 @@ IN_FP32 = [word for word in " ".join(COMMON).replace("--save out ", "").split() 
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", "--save out",
         "--save out --use-distributed-optimizer",
         "--expert-tensor-parallel-size 1 --tensor-model-parallel-size 2 --sequence-parallel",
+        "--num-distributed-optimizer-instances 2 --use-distributed-optimizer",
     ],
 )  # fmt: skip
 def test_experts_may_be_shared(check: Check, command: str) -> None:
@@ -420,8 +421,7 @@ def test_experts_may_be_shared(check: Check, command: str) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        "--num-distributed-optimizer-instances 2 --use-distributed-optimizer", "--reset-position-ids",
-        "--expert-tensor-parallel-size 1 --tensor-model-parallel-size 4 --sequence-parallel",
+        "--reset-position-ids", "--expert-tensor-parallel-size 1 --tensor-model-parallel-size 4 --sequence-parallel",
         "--expert-tensor-parallel-size 2",
         "--resihp-spread-replicas", "--resihp-strategy joint",
         "--context-parallel-size 2 --num-experts 12 --expert-model-parallel-size 3",
