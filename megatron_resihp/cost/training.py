@@ -144,6 +144,8 @@ def why_own_degree(arguments: Mapping[str, Any]) -> str:
         return "Muon orthogonalises the part of a matrix that a member holds"
     if arguments.get("multi_latent_attention") and not arguments.get("sequence_parallel"):
         return "Megatron sums the gradients of latents that members share only beside --sequence-parallel"
+    if arguments.get("num_experts") and arguments.get("use_transformer_engine_op_fuser"):
+        return "Transformer Engine fuses the ops of whole experts only"
     if arguments.get("num_experts") and not arguments.get("sequence_parallel"):
         return "Megatron trains experts with tensor parallelism only beside --sequence-parallel"
     return ""

@@ -89,6 +89,11 @@ def test_sequences_whose_heads_are_dealt_out_are_shared_by_divisors_of_the_jobs_
     assert bool(why_own_context(arguments)) == keeps
 
 
+def test_fused_experts_are_whole() -> None:
+    experts = {"num_experts": 4, "sequence_parallel": True}
+    assert why_own_degree(experts | {"use_transformer_engine_op_fuser": True}) and not why_own_degree(experts)
+
+
 class TestDurations:
     stages = Replica(((0, 1, 2, 3), (4, 5)), (0, 1), (Chunk(0, 0, 4), Chunk(1, 4, 8)))
 

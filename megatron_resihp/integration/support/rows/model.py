@@ -18,7 +18,7 @@ from megatron_resihp.integration.support.notation import (
     unread,
     without,
 )
-from megatron_resihp.integration.support.row import Only, Together
+from megatron_resihp.integration.support.row import NotWith, Only, Together
 
 _FROM_ARGUMENTS = "training.argument_utils:core_transformer_config_from_args"
 _CAPTURED = "training.arguments:_normalize_cuda_graph_modules_args"
@@ -75,10 +75,17 @@ _PARTS: Rows = joined(
         "use_te_activation_func",
         device="GPU: Transformer Engine's activations; not with --transformer-impl local",
     ),
-    refused(
-        "use_transformer_engine_op_fuser fused_residual_rmsnorm",
-        "it replaces layers by ones whose parameters no test on CPUs can have",
+    tested(
+        "integration/test_fused_experts.py::test_a_death_and_the_return_of_the_worker",
+        "use_transformer_engine_op_fuser",
+        device="GPU: Transformer Engine's ops; none has been tried",
+        condition=NotWith(
+            "overlap_param_gather",
+            "Megatron's fused MLPs take over hooks as they are in the first forward pass, and those that wait for "
+            "parameters are off then",
+        ),
     ),
+    refused("fused_residual_rmsnorm", "it replaces layers by ones whose parameters no test on CPUs can have"),
     refused("mlp_chunks_for_training", "it calls the MLP's collectives once a chunk, which no test holds"),
     inert("core.transformer.transformer_layer:TransformerLayer._forward_mlp", "mlp_chunks_for_prefill"),
     kernel(

@@ -198,6 +198,13 @@ def test_weight_gradients_for_later_and_sums_that_do_not_wait_for_them(
     assert check(*at_the_end, *deferring).switched_on
 
 
+def test_fused_ops_and_parameters_that_are_gathered_meanwhile(check: Check, capsys: pytest.CaptureFixture[str]) -> None:
+    fused = "--use-transformer-engine-op-fuser"
+    line = refused(check, capsys, fused)
+    assert f"{fused} with --overlap-param-gather" in line and "leave one of them out" in line
+    assert check(*(word for word in COMMON if word != "--overlap-param-gather"), fused).switched_on
+
+
 def test_the_launcher_heeds_signals_in_megatrons_place(check: Check) -> None:
     args = check(*COMMON, "--exit-signal-handler", "--exit-signal", "SIGINT")
     assert args.switched_on and not args.exit_signal_handler
