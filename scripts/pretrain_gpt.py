@@ -212,16 +212,20 @@ def masked_loss(loss_mask: torch.Tensor, token_losses: torch.Tensor) -> LossResu
 
 
 def forward_step(
-    data_iterator: Iterator[Batch] | None, model: torch.nn.Module
-) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossResult]]:
-    """Run one micro-batch through this rank's stage; Megatron calls the returned loss on the last stage only."""
+    data_iterator: Iterator[Batch] | None, model: Any, return_schedule_plan: bool = False
+) -> tuple[Any, Callable[[torch.Tensor], LossResult]]:
+    """Run one micro-batch through this rank's stage; Megatron calls the returned loss on the last stage only.
+
+    Where experts' communication is overlapped, the stage is not run, but taken apart for Megatron's schedule.
+    """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     batch = next_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     packed_seq_params = packing(batch)
     timers("batch-generator").stop()
     loss_mask: Any = batch.get("loss_mask")
-    output = model(
+    run = model.build_schedule_plan if return_schedule_plan else model
+    output = run(
         batch.get("tokens"),
         batch.get("position_ids"),
         batch.get("attention_mask"),
@@ -246,8 +250,6 @@ def check_supported(args: Namespace) -> None:
     if packed_across_stages and args.micro_batch_size > 1:
         # Megatron packs a micro-batch into one row, yet its pipeline expects one row per sample.
         sys.exit("--dataloader-inter-document-masking across pipeline stages needs --micro-batch-size 1")
-    if args.overlap_moe_expert_parallel_comm:
-        sys.exit("--overlap-moe-expert-parallel-comm is not supported here; use Megatron-LM's own pretrain_gpt.py")
 
 
 def model_description(args: Namespace) -> tuple[Any, Callable[..., Any] | None]:

@@ -225,6 +225,8 @@ def install() -> None:
     torch.cuda.nvtx.range_push = _always(None)
     torch.cuda.nvtx.range_pop = _always(None)
     torch.autograd.profiler.emit_nvtx = _no_ranges  # type: ignore[misc]
+    # Work of the one stream is done when the call returns, so no memory is given to another's too early.
+    torch.Tensor.record_stream = _always(None)
     # The CPU is no accelerator: with one, data loaders would pin memory and optimizers look for a graph capture.
     torch.accelerator.is_available = _always(False)
     torch.accelerator.current_accelerator = _always(None)

@@ -72,15 +72,19 @@ def like_stock(
     return job
 
 
-def like_stock_and_back(jobs: Jobs, *, layout: dict[str, Any], workers: int = 4, script: Path | None = None) -> Job:
-    """A job that loses its last worker and gets it back, compared likewise. `script`: notes and has wishes."""
+def like_stock_and_back(
+    jobs: Jobs, *, layout: dict[str, Any], workers: int = 4, kill: str | None = None, script: Path | None = None,
+    tolerance: Tolerance = FP32,
+) -> Job:  # fmt: skip
+    """A job that loses a worker, its last one unless `kill` says otherwise, and gets it back, compared likewise.
+    `script`: notes and has wishes."""
     stock = forked_stock_steps(jobs, workers, script or NOTING, **layout)
-    arguments = tiny(**layout, resihp_inject=f"kill:{workers - 1}@3")
+    arguments = tiny(**layout, resihp_inject=kill or f"kill:{workers - 1}@3")
     job = jobs.start(arguments, workers=workers, max_restarts=1, script=script or WISHING, wishes=["hold-0-7"])
     job.await_event("worker_waiting", waiting=2 * workers - 1)
     job.wish("go_on")
     assert job.wait(LARGE_JOB_S).code == 0, job.tails()
-    check_like_stock(job, stock)
+    check_like_stock(job, stock, tolerance)
     check_samples(job)
     return job
 

@@ -54,7 +54,7 @@ def begun() -> Path:
     return WISHES / f"begun-{os.environ['RESIHP_WORKER']}-{get_args().curr_iteration + 1}"
 
 
-def forward_step(*positional: Any) -> Any:
+def forward_step(*positional: Any, **options: Any) -> Any:
     if wished("oom"):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.")
     if wished("error"):
@@ -73,7 +73,7 @@ def forward_step(*positional: Any) -> Any:
         GlooPeers.room = run_out  # type: ignore[method-assign]
     if wished("again") and get_rerun_state_machine().state is RerunState.RERUNNING_IN_PLACE:
         os.kill(os.getpid(), signal.SIGKILL)
-    output, loss_function = plain_forward_step(*positional)
+    output, loss_function = plain_forward_step(*positional, **options)
     if (WISHES / "doubt").exists():
         loss_function = functools.partial(doubt, loss_function)
     if wished("spoil"):

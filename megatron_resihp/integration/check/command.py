@@ -202,6 +202,8 @@ def _notes(line: CommandLine, options: LaunchOptions, environment: Mapping[str, 
 def _of_connections(given: argparse.Namespace, environment: Mapping[str, str]) -> list[str]:
     """What Megatron asserts only where it sees a GPU of an older generation."""
     cut = max(given.tensor_model_parallel_size, given.context_parallel_size) > 1
+    if given.overlap_moe_expert_parallel_comm:  # which is the faster the more connections there are
+        return []
     if not cut or environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         return []
     return ["Megatron asks for CUDA_DEVICE_MAX_CONNECTIONS=1 with TP or CP on GPUs before Blackwell; set it there"]

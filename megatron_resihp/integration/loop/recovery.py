@@ -25,6 +25,7 @@ from megatron_resihp.integration.loop.emergency_checkpoint import write_emergenc
 from megatron_resihp.integration.loop.joining import stand_at
 from megatron_resihp.integration.loop.making_room import make_room
 from megatron_resihp.integration.loop.notes import Phases
+from megatron_resihp.integration.loop.overlap import leave_overlap
 from megatron_resihp.integration.patches.counting import count_again, note_in_progress_log, restore_counters
 from megatron_resihp.integration.probes.fault_injection import StagedError
 from megatron_resihp.integration.progress import ContractBroken
@@ -184,6 +185,7 @@ def _let_go_of_frames(error: BaseException | None) -> None:
 def _enter_next_epoch(runtime: Runtime, phases: Phases, by_choice: bool) -> None:
     with phases.phase("abort"):
         abort_or_die(runtime.communicators.connections.abort)
+        leave_overlap()
         tear_down(runtime)
         # Before the report: no survivor's writer writes any more when all have told.
         runtime.saves.drop()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from megatron.core.utils import get_model_config
@@ -49,6 +49,8 @@ from megatron_resihp.protocol.records import Outcome
 
 INSTANCES, CONTEXT = "num_distributed_optimizer_instances", "context_parallel_size"
 EXPERTS, MEMBERS = "expert_model_parallel_size", "expert_tensor_parallel_size"
+OVERLAP = "overlap_moe_expert_parallel_comm"
+NO_OVERLAP: Final = {OVERLAP: False, "ep_overlap_early_attn_memory_release": False}
 
 
 class UniformMode(Mode):
@@ -106,8 +108,17 @@ class UniformMode(Mode):
         sharers = plan.context_parallel if args.use_tp_pp_dp_mapping else 1
         return self._sizes | {MEMBERS: plan.grid.tensor_parallel * sharers}
 
+    @property
+    def _lost_overlap(self) -> dict[str, bool]:
+        """What Megatron is told where each worker has all experts: it refuses to overlap no communication."""
+        return NO_OVERLAP if self._sizes[EXPERTS] == 1 else {}
+
     def build_groups(self) -> None:
-        self._runtime.setup.sizes.restore(self._sizes)
+        sizes, lost = self._runtime.setup.sizes, self._lost_overlap
+        if lost and sizes.own(self._runtime.job.args).get(OVERLAP) and self.view.reports:
+            print(f"resihp: under this plan each worker has all experts: --{OVERLAP.replace('_', '-')} has nothing to "
+                  "overlap", flush=True)  # fmt: skip
+        sizes.restore(self._sizes | lost)
         self._runtime.setup.build_groups(**self._degrees)
         start_streams(self._runtime.job.args, self._runtime.epoch)
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks for fault injection in Megatron's forward, backward, P2P and gradient sync, installed only where needed.
 
+Where experts' communication is overlapped, Megatron takes both passes apart into nodes and calls neither step.
 Under a heterogeneous plan `ops.measured_exchange` and `modes.heterogeneous` have P2P's and gradient sync's hooks of
 their own. May import megatron and this package.
 """
@@ -13,8 +14,14 @@ from megatron_resihp.integration.patch import Patch
 from megatron_resihp.integration.runtime import Runtime
 
 TARGETS = {
-    "forward": ("megatron.core.pipeline_parallel.schedules:forward_step",),
-    "backward": ("megatron.core.pipeline_parallel.schedules:backward_step",),
+    "forward": (
+        "megatron.core.pipeline_parallel.schedules:forward_step",
+        "megatron.core.pipeline_parallel.utils:ScheduleNode.forward",
+    ),
+    "backward": (
+        "megatron.core.pipeline_parallel.schedules:backward_step",
+        "megatron.core.pipeline_parallel.utils:ScheduleNode.backward",
+    ),
     "p2p": ("megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate",),
     "grad-sync": ("megatron.training.training:finalize_model_grads",),
 }

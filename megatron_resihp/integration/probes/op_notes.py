@@ -61,6 +61,7 @@ class OpNotes:
         self._micro_batches: Sequence[int] = ()
         self._sampled: set[int] = set()
         self._op: tuple[OpKind, int, int] | None = None
+        self._beside: tuple[int, int] | None = None
         self._entered = self._batch_came = self._opened = self._waited = 0.0
         self._first_wait = 0
         self._of_output: dict[int, tuple[int, int]] = {}
@@ -74,7 +75,7 @@ class OpNotes:
     def clear(self) -> None:
         """No op is under way."""
         self._of_output.clear()
-        self._op, self.timed_groups = None, ()
+        self._op, self._beside, self.timed_groups = None, None, ()
 
     def leave_groups(self) -> None:
         """The epoch's groups are to be freed."""
@@ -93,6 +94,23 @@ class OpNotes:
     def open_backward(self, output: Any, gradients: Iterable[Any]) -> None:
         """A backward op begins. `output`: what `close_forward` was given; `gradients`: received tensors or None."""
         self._open(OpKind.B, *self._of_output.pop(id(output)), gradients)
+
+    def open_beside(self, output: Any, gradients: Iterable[Any]) -> None:
+        """A backward op begins that is run in turns with the forward op under way, and ends with it. Arguments as of
+        `open_backward`."""
+        self._beside = self._of_output.pop(id(output))
+        self._take(gradients, *self._beside)
+
+    def work_begins(self) -> None:
+        """What the ops under way need has come only now: the time since they were opened was no work."""
+        del self._page.sheet.waits[self._first_wait :]
+        self._waited = 0.0
+        self._opened = self._page.clock.mark()
+
+    def will_send(self, kind: OpKind, tensor: Any) -> None:
+        """The op of this kind, of two that are run in turns, hands over what it has made before it ends."""
+        assert self._op is not None and self._beside is not None
+        self._transit.of_tensor[id(tensor)] = self._op[1:] if kind is OpKind.F else self._beside
 
     def close_forward(self, output: Any, tensors: Iterable[Any], workload: Any, pad: PadOp | None) -> None:
         """A forward op ends.
@@ -127,16 +145,11 @@ class OpNotes:
             self._batch_came = time.monotonic()
             if self._batch_came - self._entered > STALL_S:
                 self._batch_came = max(self._entered, self._batch_came - (self._run_delay() - self._delay))
-            del self._page.sheet.waits[self._first_wait :]
-            self._waited = 0.0
-            self._opened = self._page.clock.mark()
+            self.work_begins()
 
     def _open(self, kind: OpKind, chunk: int, micro_batch: int, inputs: Iterable[Any]) -> None:
         self._op = (kind, chunk, micro_batch)
-        for tensor in inputs:
-            row = self._transit.received.pop(id(tensor), None)
-            if row is not None:
-                row[CHUNK], row[MICRO_BATCH] = chunk, micro_batch
+        self._take(inputs, chunk, micro_batch)
         if self.tells_waits and (self._page.clock.immediate or micro_batch in self._sampled):
             self.timed_groups = self.stage_groups
         self._first_wait = len(self._page.sheet.waits)
@@ -144,21 +157,38 @@ class OpNotes:
         self._entered = time.monotonic()
         self._opened = self._page.clock.mark()
 
+    def _take(self, inputs: Iterable[Any], chunk: int, micro_batch: int) -> None:
+        """These are the inputs of an op: it is known now what was received."""
+        for tensor in inputs:
+            row = self._transit.received.pop(id(tensor), None)
+            if row is not None:
+                row[CHUNK], row[MICRO_BATCH] = chunk, micro_batch
+
     def _close(self, tensors: Iterable[Any], pad: PadOp | None) -> None:
         assert self._op is not None
         kind, chunk, micro_batch = self._op
         late = 0.0
         if pad is not None:
-            tokens, squares = self._page.sheet.workload.get(micro_batch, (NAN, NAN))
-            late = pad(kind, chunk, tokens, squares, self._opened, self._waited)
+            late = self._pad(pad, self._op, self._opened, self._waited)
+            if self._beside is not None:
+                late += self._pad(pad, (OpKind.B, *self._beside), self._page.clock.mark(), 0.0)
         end = self._page.clock.mark()
         waited = self._waited + late if self.timed_groups else NAN
-        self._op, self.timed_groups = None, ()
-        self._page.sheet.ops.append((kind, chunk, micro_batch, self._opened, end, waited))
+        sheet = self._page.sheet
+        sheet.ops.append((kind, chunk, micro_batch, self._opened, end, waited))
+        if self._beside is not None:
+            sheet.in_turns.append(len(sheet.ops))
+            sheet.ops.append((OpKind.B, *self._beside, self._opened, end, waited))
+        self._op, self._beside, self.timed_groups = None, None, ()
         if self._batch_came:
             self._page.sheet.spans.append((SpanKind.DATA, self._entered, self._batch_came))
         for tensor in tensors:
             self._transit.of_tensor[id(tensor)] = (chunk, micro_batch)
+
+    def _pad(self, pad: PadOp, op: tuple[OpKind, int, int], started: float, waited: float) -> float:
+        kind, chunk, micro_batch = op
+        tokens, squares = self._page.sheet.workload.get(micro_batch, (NAN, NAN))
+        return pad(kind, chunk, tokens, squares, started, waited)
 
     def note_parameters(self, since: float) -> None:
         """What the op under way needs of its parameters has come from other replicas: waiting, as for its group."""

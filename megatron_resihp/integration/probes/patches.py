@@ -2,13 +2,14 @@
 """Patches: where the probes look. Forward and backward steps, collectives inside them, P2P, and what else takes time.
 
 Replaces forward_step and backward_step of megatron.core.pipeline_parallel.schedules, which all of Megatron's schedules
-call; the functions that post P2P; and torch.distributed's collectives, of which those among the members of a stage are
-timed. Megatron's own schedules run both halves of a backward pass as one op, so that no W is recorded.
+call, and what calls both at once where experts' communication is overlapped; the functions that post P2P; and
+torch.distributed's collectives, of which those among the members of a stage are timed. Megatron's own schedules run
+both halves of a backward pass as one op, so that no W is recorded.
 """
 
 import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,10 +20,12 @@ from megatron_resihp.detector.input.records import OpKind, SpanKind
 from megatron_resihp.integration.patch import Patch
 from megatron_resihp.integration.patches import documents
 from megatron_resihp.integration.probes.probes import Probes
+from megatron_resihp.integration.probes.steps_in_turns import tensors, wrap_combined_step
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.plan.parallel_plan import sharing_of
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+COMBINED = "megatron.core.pipeline_parallel.combined_1f1b"
 P2P = "megatron.core.pipeline_parallel.p2p_communication"
 COLLECTIVES = (
     "torch.distributed:all_reduce",
@@ -62,6 +65,24 @@ def probe_patches(runtime: Runtime) -> list[Patch]:
             partial(wrap_backward_step, runtime),
             ("input_tensor", "output_tensor", "output_tensor_grad", "config"),
             "times backward ops",
+        ),
+        Patch(
+            f"{COMBINED}:combined_forward_backward_step",
+            partial(wrap_combined, runtime),
+            (
+                "forward_step_func",
+                "data_iterator",
+                "f_model",
+                "num_microbatches",
+                "input_tensor",
+                "forward_data_store",
+                "b_model",
+                "b_input_tensor",
+                "b_output_tensor",
+                "b_output_tensor_grad",
+                "config",
+            ),
+            "times ops that are run in turns",
         ),
         Patch(f"{P2P}:_batched_p2p_ops", partial(wrap_p2p_ops, runtime), ops, "times transfers"),
         Patch(f"{P2P}:_p2p_ops", partial(wrap_p2p_ops, runtime), ops, "times transfers"),
@@ -133,11 +154,11 @@ def wrap_forward_step(runtime: Runtime, original: Callable[..., Any]) -> Callabl
             )
         before = documents.seen_so_far()
         chunk = options.get("vp_stage") or probes.ops.running_chunk
-        probes.ops.open_forward(chunk, options["current_microbatch"], _tensors(input_tensor))
+        probes.ops.open_forward(chunk, options["current_microbatch"], tensors(input_tensor))
         result = original(
             forward_step_func, data_iterator, model, num_microbatches, input_tensor, *positional, **options
         )
-        probes.ops.close_forward(result[0], _tensors(result[0]), _workload(runtime, before), runtime.pads.pad_op)
+        probes.ops.close_forward(result[0], tensors(result[0]), _workload(runtime, before), runtime.pads.pad_op)
         return result
 
     return forward_step
@@ -151,17 +172,17 @@ def wrap_backward_step(runtime: Runtime, original: Callable[..., Any]) -> Callab
     def backward_step(input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, config: Any) -> Any:
         if not probes.recording:
             return original(input_tensor, output_tensor, output_tensor_grad, config)
-        probes.ops.open_backward(output_tensor, _tensors(output_tensor_grad))
+        probes.ops.open_backward(output_tensor, tensors(output_tensor_grad))
         result = original(input_tensor, output_tensor, output_tensor_grad, config)
-        probes.ops.close_backward(_tensors(result), runtime.pads.pad_op)
+        probes.ops.close_backward(tensors(result), runtime.pads.pad_op)
         return result
 
     return backward_step
 
 
-def _tensors(value: Any) -> Iterable[Any]:
-    found = value if isinstance(value, list) else (value,)
-    return [tensor for tensor in found if tensor is not None]
+def wrap_combined(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:
+    """combined_forward_backward_step as ops of both kinds. Where replicas share experts, no documents are packed."""
+    return wrap_combined_step(runtime.probes, lambda: runtime.pads.pad_op, lambda: _workload(runtime, None), original)
 
 
 # ---- workload

@@ -7,7 +7,7 @@ left to the thread that sends it. Imports numpy, torch, `detector.input.records`
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ PEER, RECEIVED, CHUNK, MICRO_BATCH, POSTED, DONE, BYTES = map(
 )
 """Places in a row of `Sheet.transfers`."""
 
+SHARE_OF_FORWARD: Final = 1 / 3
+"""Of the time of two ops that were run in turns: a backward pass has about twice the work of a forward pass."""
+
 
 class Sheet:
     """One iteration's notes.
@@ -35,6 +38,8 @@ class Sheet:
 
     Attributes:
         start, end: host's monotonic seconds.
+        in_turns: indices of backward ops that were run in turns with the forward op before them: neither's own time can
+            be told, so both rows have the time of both.
         ops, transfers, spans: rows as in OP, TRANSFER and SPAN; those of transfers are lists, to be completed.
         marked_spans: spans in marks, where `spans` are in the host's seconds.
         waits: time in collectives, (index of the op, start, end); unused where it is summed up at once.
@@ -46,6 +51,7 @@ class Sheet:
         self.worker, self.epoch, self.iteration = worker, epoch, iteration
         self.start = self.end = 0.0
         self.ops: list[tuple[Any, ...]] = []
+        self.in_turns: list[int] = []
         self.transfers: list[list[Any]] = []
         self.waits: list[tuple[int, float, float]] = []
         self.spans: list[tuple[int, float, float]] = []
@@ -72,6 +78,7 @@ class Sheet:
             self._add_waits(ops)
             for rows, first, last in ((ops, "start", "end"), (transfers, "posted", "done"), (marked, "start", "end")):
                 rows[first], rows[last] = self.clock.resolve(rows[first]), self.clock.resolve(rows[last])
+        _share_out(ops, np.array(self.in_turns, np.int64))
         workload = np.zeros(len(self.workload), WORKLOAD)
         if self.workload:
             workload["micro_batch"] = list(self.workload)
@@ -86,6 +93,15 @@ class Sheet:
         marks = np.array([wait[1:] for wait in self.waits], np.float64).reshape(-1, 2)
         seconds = self.clock.resolve(marks[:, 1]) - self.clock.resolve(marks[:, 0])
         ops["waited"] += np.bincount(numbers, seconds, minlength=len(ops))[: len(ops)]
+
+
+def _share_out(ops: NDArray[np.void], backwards: NDArray[np.int64]) -> None:
+    """Give each of two ops that were run in turns its share of their time, one after the other."""
+    forwards = backwards - 1
+    start, end, waited = (ops[name][forwards] for name in ("start", "end", "waited"))
+    ops["end"][forwards] = ops["start"][backwards] = start + SHARE_OF_FORWARD * (end - start)
+    ops["waited"][forwards] = SHARE_OF_FORWARD * waited
+    ops["waited"][backwards] = (1 - SHARE_OF_FORWARD) * waited
 
 
 def with_absences(record: IterationRecord, absences: Sequence[tuple[float, float]]) -> IterationRecord:

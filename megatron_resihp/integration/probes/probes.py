@@ -80,7 +80,7 @@ class Probes:
     def begin_schedule(self) -> None:
         """Ops begin; those of an earlier attempt at the same iteration are dropped."""
         sheet = self._page.sheet
-        for notes in (sheet.ops, sheet.transfers, sheet.waits):
+        for notes in (sheet.ops, sheet.in_turns, sheet.transfers, sheet.waits):
             notes.clear()
         sheet.workload.clear()
         self._transit.clear()

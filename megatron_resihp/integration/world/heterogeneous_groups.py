@@ -128,7 +128,8 @@ class Sizes:
              "overlap_grad_reduce", "overlap_param_gather", "bucket_size",
              "context_parallel_size", "expert_model_parallel_size",
              "num_distributed_optimizer_instances", "overlap_param_gather_with_optimizer_step",
-             "defer_embedding_wgrad_compute", "moe_pad_expert_input_to_capacity")  # fmt: skip
+             "defer_embedding_wgrad_compute", "moe_pad_expert_input_to_capacity",
+             "overlap_moe_expert_parallel_comm", "ep_overlap_early_attn_memory_release")  # fmt: skip
 
     def __init__(self, padded_vocabulary: int, derived: DerivedArguments, *holders: Any) -> None:
         """`holders`: arguments and configuration objects; what they say now is the job's own."""

@@ -71,8 +71,8 @@ _PIPELINE: Rows = joined(
     tested("integration/test_flags.py::test_weight_gradients_of_the_head_after_the_pipeline", "wgrad_deferral_limit"),
     refused(
         "delay_wgrad_compute",
-        "it belongs to --overlap-moe-expert-parallel-comm, which is refused",
-        "leave it out: a planner puts weight gradients where they fit",
+        "Transformer Engine leaves weight gradients for later, and no test holds that a broken epoch forgets them",
+        "leave it out",
     ),
     refused("mtp_standalone", "a stage of its own for multi-token prediction has no place in a plan"),
 )
@@ -101,17 +101,11 @@ _TENSOR: Rows = joined(
 )
 
 _EXPERT_OVERLAP: Rows = joined(
-    refused(
-        "overlap_moe_expert_parallel_comm",
-        "it runs a schedule of its own, which plans don't have",
+    tested(
+        "integration/test_expert_overlap.py::test_a_death_and_the_return_of_the_worker",
+        "overlap_moe_expert_parallel_comm ep_overlap_early_attn_memory_release",
     ),
-    without(
-        "overlap_moe_expert_parallel_comm",
-        "core.transformer.transformer_config:TransformerConfig.__post_init__",
-        "ep_overlap_early_attn_memory_release",
-    ),
-    without(
-        "overlap_moe_expert_parallel_comm",
+    kernel(
         "core.pipeline_parallel.combined_1f1b:combined_1f1b_schedule_for_no_pipelining",
         "high_priority_a2a_comm_stream",
     ),

@@ -21,6 +21,8 @@ NOTHING_TO_HIDE: Final = {
     "overlap_param_gather_with_optimizer_step": "the same",
     "overlap_p2p_comm": "receives are posted before they are due, and no send is waited for before an iteration's end",
     "overlap_p2p_comm_warmup_flush": "the same",
+    "overlap_moe_expert_parallel_comm": "replicas that share experts are alike",
+    "ep_overlap_early_attn_memory_release": "the same",
 }
 """Overlaps that have another form, or no object, where replicas differ."""
 
