@@ -82,6 +82,13 @@ def test_a_change_there_and_back_and_a_death(
     check_records(job, chunks=2 if "num_layers" in layout else 1)
 
 
+def overlapped(ops: Any) -> int:
+    """How many forward ops were run in turns with the backward op after them: they have half of its time, to the
+    last digits."""
+    time = ops["end"] - ops["start"]
+    return int(((ops["kind"][:-1] == OpKind.F) & (abs(2 * time[:-1] - time[1:]) < 1e-9)).sum())
+
+
 def check_records(job: Job, chunks: int) -> None:
     """In the first iteration, whose micro-batches are run in turns, each op is noted once, and each message between
     stages by both ends."""
@@ -95,6 +102,7 @@ def check_records(job: Job, chunks: int) -> None:
                   for number in sorted(share[worker])]  # fmt: skip
         assert sorted(zip(ops["kind"], ops["chunk"], ops["micro_batch"], strict=True)) == places
         assert (ops["start"] <= ops["end"]).all() and (ops["end"][:-1] <= ops["start"][1:] + 1e-9).all()
+        assert overlapped(ops) == len(share[worker]) - 1 if chunks == 1 else overlapped(ops) > 0
     for (one, first), (other, second) in permutations(records.items(), 2):
         sent = first.transfers[(first.transfers["received"] == 0) & (first.transfers["peer"] == other)]
         came = second.transfers[(second.transfers["received"] == 1) & (second.transfers["peer"] == one)]
