@@ -44,7 +44,10 @@ def test_a_death_and_the_return_of_the_worker(jobs: Jobs) -> None:
     layout = OVERLAPPED | EARLY | {"train_iters": 14}
     job = like_stock_and_back(jobs, layout=layout, kill="kill:3@3:backward", script=SCRIPT)
     assert degrees(job) == [(2, 4), (1, 3), (2, 4)]
-    assert job.tails().count(LOST) == 1
+    assert sum(job.log(worker).count(LOST) for worker in range(WORKERS)) == 1
+    turns = {number: [overlapped(each.ops) for each in recorded(job)[1] if each.iteration == number]
+             for number in (1, 6, 14)}  # fmt: skip
+    assert turns == {1: [1] * 4, 6: [0] * 3, 14: [1] * 4}
 
 
 @pytest.mark.parametrize("draws", [DROPOUT | {"moe_input_jitter_eps": 0.1}, DROPOUT | CHUNKS], ids=["plain", "chunks"])

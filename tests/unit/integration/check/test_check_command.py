@@ -59,6 +59,7 @@ def test_a_job_that_would_be_let_in(look: Look) -> None:
     assert sum("fits: 73.6 GiB may be used" in line for line in lines) == 3
     assert [note.partition(" with ")[0] for note in found.notes] == ["Megatron asks for CUDA_DEVICE_MAX_CONNECTIONS=1"]
     assert not look(environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}).notes
+    assert not look("--overlap-moe-expert-parallel-comm").notes, "Megatron doesn't ask for one connection then"
 
 
 @pytest.mark.parametrize("more", ["", "--resihp-megatron-random-streams"])

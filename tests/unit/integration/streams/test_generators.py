@@ -16,7 +16,13 @@ from megatron.core.tensor_parallel import random as megatrons
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, initialize_rng_tracker
 
 from megatron_resihp.integration.streams.generators import OP, Generators
-from megatron_resihp.integration.streams.patches import has_own_streams, wrap_forward_step, wrap_layer, wrap_prediction
+from megatron_resihp.integration.streams.patches import (
+    has_own_streams,
+    wrap_combined_step,
+    wrap_forward_step,
+    wrap_layer,
+    wrap_prediction,
+)
 
 NAMES = ("model-parallel-rng", "data-parallel-rng", "expert-parallel-rng")
 Draw = tuple[torch.Tensor, ...]
@@ -228,6 +234,17 @@ def test_evaluations_draw_nothing_from_them() -> None:
     step(None, None, model, 2, None, current_microbatch=7)
     wrap_layer(generators, lambda layer: None)(model)
     assert begun == [(9, 6)]
+
+
+def test_of_two_micro_batches_that_are_run_in_turns_the_forward_one_draws() -> None:
+    begun: list[Any] = []
+    generators: Any = SimpleNamespace(begin_op=lambda *op: begun.append(op))
+    runtime: Any = SimpleNamespace(view=SimpleNamespace(numbering=(4, 6)), progress=SimpleNamespace(iteration=9))
+    step, model = wrap_combined_step(runtime, generators, lambda *_, **__: None), torch.nn.Identity()
+    step(None, None, model, 2, None, [], None, current_microbatch=0)
+    step(None, None, model, 2, None, [], model, current_microbatch=1)
+    step(None, None, None, 2, None, [], model, current_microbatch=None)
+    assert begun == [(9, 4), (9, 6)]
 
 
 @pytest.mark.parametrize(("dropout", "megatrons", "own"), [(0.1, False, True), (0.1, True, False), (0, False, False)])
