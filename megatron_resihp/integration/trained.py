@@ -25,5 +25,12 @@ class Trained:
 
 
 def parts_of(optimizer: Any) -> list[Any]:
-    """The optimizers that a chained optimizer is made of; a plain one is its own part."""
-    return getattr(optimizer, "chained_optimizers", [optimizer])
+    """The optimizers that a chained optimizer, of chained ones perhaps, is made of; a plain one is its own part."""
+    chained = getattr(optimizer, "chained_optimizers", None)
+    return [optimizer] if chained is None else [part for each in chained for part in parts_of(each)]
+
+
+def takes_matrices(part: Any) -> bool:
+    """Whether an optimizer steps each parameter as a matrix, as Muon does, and not number by number. It counts no
+    steps."""
+    return hasattr(part.optimizer, "scaled_orthogonalize_fn")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_resihp.integration.trained import Trained, parts_of
+from megatron_resihp.integration.trained import Trained, parts_of, takes_matrices
 
 
 def shard_tensors(trained: Trained) -> dict[str, torch.Tensor]:
@@ -29,6 +29,14 @@ def shard_tensors(trained: Trained) -> dict[str, torch.Tensor]:
 def group_steps(trained: Trained) -> list[Any]:
     """Step counters that optimizers such as Apex's keep per parameter group instead of per parameter."""
     return [group.get("step") for part in parts_of(trained.optimizer) for group in part.optimizer.param_groups]
+
+
+def set_steps(trained: Trained, steps: Sequence[Any]) -> None:
+    """Set what `group_steps` counts, the same in all groups, in optimizers that count."""
+    known = [step for step in steps if step is not None]
+    for part in parts_of(trained.optimizer) if known else ():
+        for group in () if takes_matrices(part) else part.optimizer.param_groups:
+            group["step"] = max(known)
 
 
 def fill_shard(trained: Trained, tensors: dict[str, torch.Tensor], steps: list[Any]) -> None:

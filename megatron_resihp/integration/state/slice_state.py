@@ -26,7 +26,7 @@ from megatron_resihp.integration.state.parameter_slices import (
     pieces_of,
     whole_pieces,
 )
-from megatron_resihp.integration.state.shard import buffers_of, group_steps, put, states_of
+from megatron_resihp.integration.state.shard import buffers_of, group_steps, put, set_steps, states_of
 from megatron_resihp.integration.trained import Trained, parts_of
 from megatron_resihp.integration.world.slice_shares import SliceShares
 from megatron_resihp.plan import Shard
@@ -370,11 +370,7 @@ class _Filler:
 
     def set_steps(self, steps: Sequence[Any]) -> None:
         """Step counters that an optimizer keeps per parameter group; they are equal in all groups."""
-        known = [step for step in steps if step is not None]
-        if known:
-            for part in parts_of(self._trained.optimizer):
-                for group in part.optimizer.param_groups:
-                    group["step"] = max(known)
+        set_steps(self._trained, steps)
 
 
 def slice_states(

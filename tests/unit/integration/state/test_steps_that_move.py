@@ -48,3 +48,14 @@ def test_groups_that_do_not_count_set_nobody_back() -> None:
     between.optimizer.optimizer.param_groups[1]["step"] = 1000
     _Filler(after).set_steps(group_steps(between))
     assert group_steps(after) == [1000, 1000]
+
+
+def test_an_optimizer_of_matrices_counts_none() -> None:
+    """Megatron saves no state in which some groups count on and others don't."""
+    new = trained(None)
+    muon = SimpleNamespace(param_groups=[{"params": []}], state={}, scaled_orthogonalize_fn=len)
+    new.optimizer = SimpleNamespace(
+        chained_optimizers=[SimpleNamespace(optimizer=muon, is_stub_optimizer=False), new.optimizer]
+    )
+    _Filler(new).set_steps([None, 7])
+    assert group_steps(new) == [None, 7]
