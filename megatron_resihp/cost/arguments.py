@@ -18,6 +18,7 @@ ARGUMENTS: Final = (
     "micro_batch_size", "mtp_num_layers", "optimizer",
     "num_distributed_optimizer_instances", "recompute_activations", "recompute_granularity", "recompute_method",
     "recompute_modules", "recompute_num_layers", "seq_length", "sequence_parallel", "transformer_impl",
-    "use_distributed_optimizer", "use_transformer_engine_op_fuser", "wgrad_deferral_limit",
+    "use_distributed_optimizer", "use_layer_wise_distributed_optimizer", "use_transformer_engine_op_fuser",
+    "wgrad_deferral_limit",
 )  # fmt: skip
 """Megatron's arguments on which work and memory depend, among those known to work with the plugin."""

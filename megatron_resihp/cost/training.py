@@ -126,7 +126,7 @@ def training_from_arguments(arguments: Mapping[str, Any]) -> Training:
         recompute=_recompute(arguments),
         sequence_parallel=bool(arguments.get("sequence_parallel")),
         only_degree=(arguments.get("tensor_model_parallel_size") or 1) if why_own_degree(arguments) else None,
-        distributed_optimizer=bool(arguments.get("use_distributed_optimizer")),
+        distributed_optimizer=distributes_optimizer(arguments),
         optimizer_instances=arguments.get("num_distributed_optimizer_instances") or 1,
         weight_bytes=2 if half else 4,
         gradient_bytes=2 if half_gradients and not arguments.get("accumulate_allreduce_grads_in_fp32") else 4,
@@ -138,9 +138,16 @@ def training_from_arguments(arguments: Mapping[str, Any]) -> Training:
     )
 
 
+def distributes_optimizer(arguments: Mapping[str, Any]) -> bool:
+    """Whether replicas own parts of the optimizer's state. Arguments are as given, or as Megatron has completed them:
+    of Muon it then says that it is shared out by layers, and no longer that the optimizer is distributed."""
+    by_layers = arguments.get("use_layer_wise_distributed_optimizer") or arguments.get("optimizer") == "dist_muon"
+    return bool(arguments.get("use_distributed_optimizer") or by_layers)
+
+
 def why_own_degree(arguments: Mapping[str, Any]) -> str:
     """Why stages of another tensor-parallel degree than the job's own would train otherwise; empty: they wouldn't."""
-    if arguments.get("optimizer") == "muon":
+    if arguments.get("optimizer") in ("muon", "dist_muon"):
         return "Muon orthogonalises the part of a matrix that a member holds"
     if arguments.get("multi_latent_attention") and not arguments.get("sequence_parallel"):
         return "Megatron sums the gradients of latents that members share only beside --sequence-parallel"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron_resihp.config import ResihpConfig
+from megatron_resihp.cost.training import distributes_optimizer
 from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
 from megatron_resihp.integration.world.own_layers import OwnLayout, own_layout
 
@@ -22,7 +23,7 @@ class Job:
         args: Megatron's arguments. Their sizes are those of the plan in force (`world.heterogeneous_groups.Sizes`).
         derived: what Megatron derives from them for other tensor-parallel degrees.
         own: the layout that they gave the job.
-        shares_optimizer: whether the job uses the distributed optimizer where it can.
+        shares_optimizer: whether the job uses a distributed optimizer where it can.
         optimizer_instances: in how many parts its replicas are divided, each of which has all of the optimizer's state.
         run: what tells this run from others in the same run directory.
         minutes: after which the job ends in order; None: it may take as long as it takes.
@@ -53,7 +54,7 @@ def job_of(config: ResihpConfig, args: Any, derived: DerivedArguments, run: str)
     # Megatron would ask all workers in each iteration; here the step's agreement carries the answer.
     args.exit_duration_in_mins = None
     return Job(
-        config, args, derived, own_layout(args), bool(args.use_distributed_optimizer),
+        config, args, derived, own_layout(args), distributes_optimizer(vars(args)),
         args.num_distributed_optimizer_instances, run, minutes,
     )  # fmt: skip
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,11 @@ NIGHTLY = pytest.mark.nightly
 UNLIKE: dict[str, Any] = MODEL | UNIFORM_LAYOUT | {"train_iters": 12}
 """Of two workers on each node. Under the plan "unlike replicas" those of node 1 hold all state."""
 SHARED: dict[str, Any] = {"use_distributed_optimizer": True}
+MUON: dict[str, Any] = SHARED | {"bf16": True, "optimizer": "muon", "muon_fp32_matmul_prec": "high"}
+EMERGING = pytest.mark.skipif(
+    importlib.util.find_spec("emerging_optimizers") is None,
+    reason="emerging-optimizers is not installed: Megatron takes Muon from it",
+)
 COMMAND_S = 240.0
 """Far longer than it takes where it has a core of its own: some ten seconds."""
 
@@ -53,9 +59,13 @@ def lose_node_0(jobs: Jobs, arguments: list[str], script: Path) -> Job:
         (UNLIKE | SHARED, "unlike replicas", FUSED, FP32),
         (TWO_NODES | SHARED, None, FUSED, FP32),
         (TWO_NODES | LLAMA | SHARED | {"bf16": True}, None, FUSED, BF16),
+        pytest.param(TWO_NODES | MUON, None, FUSED, BF16, marks=EMERGING),
     ],
-    ids=["unlike", "unlike, 16 bits", "unlike, experts", "unlike, distributed", "distributed", "distributed, 16 bits"],
-)
+    ids=[
+        "unlike", "unlike, 16 bits", "unlike, experts", "unlike, distributed", "distributed", "distributed, 16 bits",
+        "distributed Muon",
+    ],
+)  # fmt: skip
 def test_what_survivors_saved_in_parts_is_gone_on_from(
     jobs: Jobs, tmp_path: Path, model: dict[str, Any], plan: str | None, script: Path, tolerance: Tolerance
 ) -> None:

@@ -25,7 +25,7 @@ from megatron_resihp.integration.step import optimizer_shards
 from megatron_resihp.integration.step.optimizer_buddies import steps_of
 from megatron_resihp.integration.step.optimizer_copy import Kept
 from megatron_resihp.integration.step.optimizer_shards import named_parameters, own_part
-from megatron_resihp.integration.trained import Trained, parts_of
+from megatron_resihp.integration.trained import Trained, parts_of, takes_matrices
 from megatron_resihp.plan import Shard
 from megatron_resihp.plan.slices import cuts_of, shares_of, slices_of
 from megatron_resihp.protocol.published import EmergencyCheckpointOrder
@@ -138,25 +138,34 @@ def _common(runtime: Runtime, iteration: int, optimizer: dict[Any, Any]) -> dict
         "num_floating_point_operations_so_far": runtime.tally.flops,
     }  # fmt: skip
     if runtime.held.kept is not None:
-        optimizer = _common_in_parts(trained.optimizer, _steps(runtime))
+        optimizer = _common_in_parts(trained.optimizer, *_steps(runtime))
     return {**common, "optimizer": optimizer} if optimizer else common
 
 
-def _steps(runtime: Runtime) -> int:
-    """How many steps were taken, however the optimizer counts them; 0: none."""
+def _steps(runtime: Runtime) -> tuple[int, bool]:
+    """How many steps were taken, however the optimizer counts them (0: none), and whether for each parameter."""
     kept, trained = runtime.held.kept, runtime.held.live
     assert kept is not None
     part = {**(own_part(trained) if kept.owns else {}), **(kept.copy.part if kept.copy is not None else {})}
     counted = [int(entry.tensors["step"]) for entry in part.values() if "step" in entry.tensors]
-    return max([*steps_of(runtime), *counted], default=0)
+    return max([*steps_of(runtime), *counted], default=0), bool(counted)
 
 
-def _common_in_parts(optimizer: Any, steps: int) -> dict[Any, Any]:
-    """What Megatron's distributed optimizer saves besides tensors, whichever part of it is current here."""
-    found = {}
+def _common_in_parts(optimizer: Any, steps: int, for_each: bool) -> dict[Any, Any]:
+    """What Megatron's distributed optimizers save besides tensors, whichever part of them is current here.
+
+    Args:
+        steps: that were taken.
+        for_each: whether they are counted for each parameter, as a layer-wise one then wants to know.
+    """
+    found: dict[int, dict[str, Any]] = {}
     for number, part in enumerate(parts_of(optimizer)):
-        groups = [{name: value for name, value in group.items() if name != "params"} | {"step": steps}
+        counts = not takes_matrices(part)
+        said = {"step": steps} if counts else {}
+        groups = [{name: value for name, value in group.items() if name != "params"} | said
                   for group in part.optimizer.param_groups]  # fmt: skip
+        state = {"common_step": torch.tensor(float(steps))} if counts and for_each else {}
         scaler = {} if part.grad_scaler is None else {"grad_scaler": part.grad_scaler.state_dict()}
-        found[number] = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": RESHARDABLE, **scaler}
+        found[number] = {"optimizer": {"state": state, "param_groups": groups},
+                         "param_state_sharding_type": RESHARDABLE, **scaler}  # fmt: skip
     return found if len(found) > 1 else found[0]

@@ -87,8 +87,8 @@ def _write(group: Group, target: Path, scratch: Scratch) -> None:
     saved = {path: torch.load(path, mmap=True, weights_only=False) for path in group.files}
     # What all have alike may be old on a worker that kept nothing of a distributed optimizer.
     first = saved[max(group.files, key=lambda path: group.files[path].has_optimizer)]
-    shared = TYPE in first["metadata"]
-    tensors = (each for whole in _whole_parameters(group, saved, scratch) for each in _tensors(whole, shared))
+    keys = _master_keys(first)
+    tensors = (each for whole in _whole_parameters(group, saved, scratch) for each in _tensors(whole, keys))
     objects = {each.unique_key: replace(each, replica_id=0) for one in saved.values() for each in one["objects"]}
     parts = _of_one_shape(tensors, scratch)
     state = {**first["common"], "parts": [*parts, *objects.values()]}
@@ -142,14 +142,24 @@ def _put_together(about: Parameter, found: Mapping[Range, Flat], scratch: Scratc
     return {PARAM: scratch.empty((about.count,), getattr(torch, about.dtype)).copy_(whole[MASTER]), **whole}
 
 
-def _tensors(parameter: _Whole, shared: bool) -> Iterator[ShardedTensor]:
-    """What Megatron's checkpoints have of a parameter. `shared`: the job has the distributed optimizer."""
+def _master_keys(saved: Mapping[str, Any]) -> tuple[str, ...]:
+    """Where a job's optimizers look for masters: its distributed one, others, or, where Muon is shared out by layers,
+    both."""
+    if TYPE not in saved["metadata"]:
+        return (WHOLE_MASTER_KEY,)
+    by_layers = getattr(saved["common"].get("args"), "use_layer_wise_distributed_optimizer", False)
+    return (MASTER_KEY, WHOLE_MASTER_KEY) if by_layers else (MASTER_KEY,)
+
+
+def _tensors(parameter: _Whole, master_keys: Sequence[str]) -> Iterator[ShardedTensor]:
+    """What Megatron's checkpoints have of a parameter. `master_keys`: before the names of masters."""
     trained = len(parameter.flat) > 1
     for kind, flat in parameter.flat.items():
         if kind == PARAM:
-            prefixes = ["", *([MASTER_KEY] if shared and trained and MASTER not in parameter.flat else [])]
+            masters = MASTER_KEY in master_keys and trained and MASTER not in parameter.flat
+            prefixes = ["", *([MASTER_KEY] if masters else [])]
         elif kind == MASTER:
-            prefixes = [MASTER_KEY if shared else WHOLE_MASTER_KEY]
+            prefixes = list(master_keys)
         else:
             prefixes = [f"{STATE_KEY}{kind}."]
         for prefix in prefixes:

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from megatron_resihp.integration.runtime import Runtime
-from megatron_resihp.integration.trained import parts_of
+from megatron_resihp.integration.trained import parts_of, takes_matrices
 
 TYPE = "distrib_optim_sharding_type"
 """Where a checkpoint's metadata says how the distributed optimizer's state is stored; absent if it has none."""
@@ -74,9 +74,10 @@ def add_common(saved: dict[Any, Any], optimizer: Any) -> None:
     Raises:
         ValueError: no step was taken yet.
     """
-    many = len(parts_of(optimizer)) > 1
-    for own in saved.values() if many else [saved]:
-        _add_common(own)
+    parts = parts_of(optimizer)
+    for part, own in zip(parts, saved.values() if len(parts) > 1 else [saved], strict=True):
+        if not takes_matrices(part):  # none is in what Megatron's distributed optimizer loads
+            _add_common(own)
 
 
 def _add_common(own: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from megatron_resihp.integration.step.loss_scale import ready_gradients
 from megatron_resihp.integration.step.optimizer_copy import Kept, PartCopy
 from megatron_resihp.integration.step.optimizer_shards import (
     Entry,
+    Matrix,
     Part,
     Place,
     Tensors,
@@ -326,4 +327,8 @@ def _bare(where: Range) -> Range:
 
 
 def places_said(said: Sequence[Any]) -> dict[Range, Place]:
-    return {Range(*where): (place[0], place[1]) for where, place in said}
+    """What `tell_all` brings of a dictionary's items."""
+    return {
+        Range(*where): Place(index, group, matrix and Matrix(tuple(matrix[0]), matrix[1]))
+        for where, (index, group, matrix) in said
+    }

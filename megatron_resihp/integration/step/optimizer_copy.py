@@ -19,7 +19,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from megatron_resihp.executor.host_memory import HostMemory, host_memory_of
 from megatron_resihp.integration.step.loss_scale import unscale
-from megatron_resihp.integration.step.optimizer_shards import MASTER, Entry, Part
+from megatron_resihp.integration.step.optimizer_shards import MASTER, Entry, Part, Place
 from megatron_resihp.integration.trained import parts_of
 from megatron_resihp.plan import Coordinate
 from megatron_resihp.plan.ranges import Range
@@ -80,7 +80,7 @@ class PartCopy:
         return sum(tensor.nbytes for entry in self.part.values() for tensor in entry.tensors.values())
 
     def begin_step(self, optimizer: Any, grad_norm: float, inverse: float | None, device: torch.device) -> None:
-        """Take the owner's step in the background.
+        """Take the owner's step, in the background unless it is one of matrices.
 
         Args:
             optimizer: this worker's own, whose groups have the owner's learning rates, before its own step.
@@ -104,6 +104,11 @@ class PartCopy:
             self.cost.steps += 1
             self.cost.step_s += time.monotonic() - start
 
+        if any(entry.place.matrix for entry in self._part.values()):
+            # Muon sets the precision of the process's products of matrices while it multiplies. In the background it
+            # would change what training computes, and the other way round.
+            step()
+            return
         self._stepping = threading.Thread(target=step, name="resihp-copy", daemon=True)
         self._stepping.start()
 
@@ -135,14 +140,14 @@ class PartCopy:
         self, owners: Sequence[tuple[Any, float]], gradient: torch.Tensor, grad_norm: float,
         inverse: float | None, device: torch.device,
     ) -> None:  # fmt: skip
-        if any(entry.place[0] >= len(owners) for entry in self._part.values()):
+        if any(entry.place.optimizer >= len(owners) for entry in self._part.values()):
             # It would be left behind without a word.
             raise RuntimeError(f"worker {self.owner} has an optimizer for its part that this worker doesn't have")
         sizes = [where.end - where.start for where in self._part]
         gradients = dict(zip(self._part, gradient.split(sizes), strict=True))
         counted, memory = self._counted, self._memory or host_memory_of(device)
         for index, (inner, clip) in enumerate(owners):
-            mine = {where: entry for where, entry in self._part.items() if entry.place[0] == index}
+            mine = {where: entry for where, entry in self._part.items() if entry.place.optimizer == index}
             for load in _loads(mine):
                 twin = _without_state(inner, self._counted)
                 masters = _put_in(twin, load, gradients, device, memory)
@@ -155,7 +160,7 @@ class PartCopy:
                 for where, entry in load.items():
                     _keep(entry, {MASTER: masters[where], **twin.state[masters[where]]}, memory)
                     masters[where].grad = None
-                counted = _counted(twin)
+                counted = max((each for each in (counted, _counted(twin)) if each is not None), default=None)
         self._counted = counted
 
 
@@ -193,14 +198,18 @@ def _put_in(
     """Give an optimizer without state a load to step; returns its masters."""
     masters = {}
     for where, entry in load.items():
-        masters[where] = master = memory.on_device(entry.tensors[MASTER], device)
-        master.grad = memory.on_device(gradients[where], device)
-        inner.param_groups[entry.place[1]]["params"].append(master)
-        kept = {name: memory.on_device(tensor, device) if tensor.dim() else tensor
+        masters[where] = master = _formed(entry.place, memory.on_device(entry.tensors[MASTER], device))
+        master.grad = _formed(entry.place, memory.on_device(gradients[where], device))
+        inner.param_groups[entry.place.group]["params"].append(master)
+        kept = {name: _formed(entry.place, memory.on_device(tensor, device)) if tensor.dim() else tensor
                 for name, tensor in entry.tensors.items() if name != MASTER}  # fmt: skip
         if kept:
             inner.state[master] = kept
     return masters
+
+
+def _formed(place: Place, flat: torch.Tensor) -> torch.Tensor:
+    return flat if place.matrix is None else place.matrix.of(flat)
 
 
 def _counted(inner: Any) -> int | None:
@@ -225,6 +234,7 @@ def _keep(entry: Entry, stepped: dict[str, Any], memory: HostMemory) -> None:
     for name, value in stepped.items():
         if not isinstance(value, torch.Tensor):
             continue
+        value = value.view(-1) if value.dim() else value
         kept = entry.tensors.get(name)
         if kept is None:
             entry.tensors[name] = value.detach().cpu()

@@ -1,31 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker has of Megatron's distributed optimizer: its part of the state as ranges of flattened parameters.
+"""What a worker has of Megatron's distributed optimizers: its part of the state as ranges of flattened parameters.
 
 May import megatron, `plan` and this package. A part has, of each parameter's range that it owns, the fp32 master and
 what the optimizer keeps. Parameters are no state of their own: after each step they are what masters give when rounded.
+The layer-wise distributed optimizer owns whole parameters, because Muon steps each of them as a matrix.
 Persistent buffers, such as the biases of routers, are whole on all holders of a shard, standbys included.
 """
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
 from megatron_resihp.executor.digest import digest_tensors
 from megatron_resihp.integration.state.parameter_slices import lasting_names
-from megatron_resihp.integration.state.shard import buffers_of, to_device
-from megatron_resihp.integration.trained import Trained, parts_of
+from megatron_resihp.integration.state.shard import buffers_of, set_steps, to_device
+from megatron_resihp.integration.trained import Trained, parts_of, takes_matrices
 from megatron_resihp.plan.ranges import Range
 
 MASTER = "param"
 """Megatron's name of the master among a range's tensors."""
 
 Tensors = dict[str, torch.Tensor]
-Place = tuple[int, int]
-NOT_STEPPED: Final[Place] = (-1, -1)
+MARKS: Final = ("is_qkv", "qkv_split_shapes")
+"""Attributes of a master that say how Muon takes it apart; those that Megatron has set."""
+
+
+class Matrix(NamedTuple):
+    """A master that is stepped as a matrix.
+
+    Attributes:
+        shape: of it.
+        marks: of MARKS, with their values.
+    """
+
+    shape: tuple[int, ...]
+    marks: dict[str, Any]
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """A flattened master or gradient as its optimizer wants it."""
+        found = flat.view(self.shape)
+        vars(found).update(self.marks)
+        return found
+
+
+class Place(NamedTuple):
+    """Where a range is stepped; the same on all holders of a shard.
+
+    Attributes:
+        optimizer: of a chained one's parts.
+        group: its parameter group there.
+        matrix: what it is if it is stepped as a matrix; None: number by number.
+    """
+
+    optimizer: int
+    group: int
+    matrix: Matrix | None = None
+
+
+NOT_STEPPED: Final = Place(-1, -1)
 """The place of what no optimizer steps."""
 
 
@@ -34,8 +70,7 @@ class Entry:
     """A range's state.
 
     Attributes:
-        place: the optimizer that steps it, of a chained one's parts, and its parameter group there; the same on all
-            holders of a shard.
+        place: where it is stepped.
         tensors: MASTER and the optimizer's own by name, one-dimensional, and scalars such as a count of steps.
     """
 
@@ -50,17 +85,16 @@ Part = dict[Range, Entry]
 def own_part(trained: Trained) -> Part:
     """Views of the part that these objects step, sorted by range."""
     found = {}
-    for index, part, parameter, where in _owned(trained):
-        group, _ = part.model_param_group_index_map[parameter]
-        tensors = part._get_main_param_and_optimizer_states(parameter)
-        found[where] = Entry((index, group), {name: tensor.detach() for name, tensor in tensors.items()})
+    for owned in _owned(trained):
+        tensors = {name: tensor.detach().view(-1) if tensor.dim() else tensor.detach()
+                   for name, tensor in _tensors(owned).items()}  # fmt: skip
+        found[owned.where] = Entry(owned.place, tensors)
     return dict(sorted(found.items()))
 
 
 def own_places(trained: Trained) -> dict[Range, Place]:
     """The ranges that these objects step, without their state."""
-    owned = _owned(trained)
-    return {where: (index, part.model_param_group_index_map[each][0]) for index, part, each, where in owned}
+    return {owned.where: owned.place for owned in _owned(trained)}
 
 
 def whole_buffers(trained: Trained) -> Part:
@@ -75,10 +109,9 @@ def whole_buffers(trained: Trained) -> Part:
 def own_gradient(trained: Trained) -> torch.Tensor:
     """The summed gradient of the own part, range by range in order, where it was; after `ready_gradients`."""
     gradients = []
-    for _, part, parameter, where in sorted(_owned(trained), key=lambda owned: owned[3]):
-        group, order = part.model_param_group_index_map[parameter]
-        gradient = part.optimizer.param_groups[group]["params"][order].grad
-        assert gradient is not None and gradient.numel() == where.end - where.start
+    for owned in sorted(_owned(trained), key=lambda owned: owned.where):
+        gradient = owned.master.grad
+        assert gradient is not None and gradient.numel() == owned.where.end - owned.where.start
         gradients.append(gradient.detach().float().view(-1))
     return torch.cat(gradients) if gradients else torch.empty(0)
 
@@ -91,20 +124,15 @@ def fill_part(trained: Trained, state: Mapping[Range, Tensors], steps: Sequence[
         state: for each range that these objects own its tensors, on the host.
         steps: counts that some optimizers keep for each parameter group.
     """
-    for _, part, parameter, where in _owned(trained):
-        group, order = part.model_param_group_index_map[parameter]
-        master = part.optimizer.param_groups[group]["params"][order]
-        tensors = state[where]
-        master.copy_(tensors[MASTER])
+    for owned in _owned(trained):
+        master, tensors = owned.master, state[owned.where]
+        master.copy_(tensors[MASTER].view(master.shape))
         # Scalars stay on the host, where torch's optimizers want them.
-        kept = {name: to_device(tensor) if tensor.dim() else tensor.clone()
+        kept = {name: to_device(tensor.view(master.shape)) if tensor.dim() else tensor.clone()
                 for name, tensor in tensors.items() if name != MASTER}  # fmt: skip
         if kept:
-            part.optimizer.state[master].update(kept)
-    known = [step for step in steps if step is not None]
-    for part in parts_of(trained.optimizer) if known else ():
-        for parameters in part.optimizer.param_groups:
-            parameters["step"] = max(known)
+            owned.part.optimizer.state[master].update(kept)
+    set_steps(trained, steps)
 
 
 @torch.no_grad()
@@ -119,6 +147,10 @@ def publish_parameters(trained: Trained) -> None:
     """Round the masters into the parameters and gather those of all replicas; all working holders call it."""
     for part in parts_of(trained.optimizer):
         part._copy_main_params_to_model_params()
+    layer_wise = _layer_wise(trained.optimizer)
+    if layer_wise is not None and not layer_wise.use_buffer_param_sync:
+        layer_wise.allgather_params()
+        return
     chunks: list[Any] = list(trained.model)
     for chunk in chunks:
         chunk.start_param_sync(force_sync=True)  # also where Megatron would leave it to the next forward pass
@@ -127,10 +159,23 @@ def publish_parameters(trained: Trained) -> None:
 @torch.no_grad()
 def gather_parameters(trained: Trained) -> None:
     """Bring together the parameters that each replica has stepped; all working holders call it."""
+    layer_wise = _layer_wise(trained.optimizer)
+    if layer_wise is not None and not layer_wise.use_buffer_param_sync:
+        layer_wise.allgather_params()
+        return
     # Each part of a chained optimizer would gather those of all.
-    part = next((part for part in parts_of(trained.optimizer) if not part.is_stub_optimizer), None)
-    if part is not None:
-        part.start_param_sync_for_bucket_group_subset()
+    parts = (part for part in parts_of(trained.optimizer) if _steps_ranges(part))
+    part = next((part for part in parts if not part.is_stub_optimizer), None)
+    for each in (layer_wise, part):
+        if each is not None:
+            each.start_param_sync_for_bucket_group_subset()
+
+
+def _layer_wise(optimizer: Any) -> Any:
+    """The optimizer that shares out whole parameters; None: there is none. Its parameters may be in buffers of
+    Megatron's own, which are gathered as those of the distributed optimizer, or outside of any."""
+    chained = (optimizer, *getattr(optimizer, "chained_optimizers", ()))
+    return next((each for each in chained if hasattr(each, "use_buffer_param_sync")), None)
 
 
 def start_gathering_first_chunk(trained: Trained) -> None:
@@ -181,12 +226,54 @@ def named_parameters(trained: Trained) -> dict[str, torch.nn.Parameter]:
     }
 
 
-def _owned(trained: Trained) -> Iterator[tuple[int, Any, torch.nn.Parameter, Range]]:
-    """Each parameter of which these objects step something: the index of the optimizer and it, and the range."""
-    names = {parameter: name for name, parameter in named_parameters(trained).items()}
+class _Owned(NamedTuple):
+    """A range that these objects step."""
+
+    part: Any
+    place: Place
+    parameter: torch.nn.Parameter
+    master: torch.Tensor
+    where: Range
+
+
+def _owned(trained: Trained) -> Iterator[_Owned]:
+    named = named_parameters(trained)
     for index, part in enumerate(parts_of(trained.optimizer)):
-        if part.is_stub_optimizer:
-            continue
-        for parameter in part.model_param_group_index_map:
-            elements = part._get_model_param_range_map(parameter)["param"]
-            yield index, part, parameter, Range(names[parameter], elements.start, elements.end)
+        if not part.is_stub_optimizer:
+            yield from (_owned_ranges if _steps_ranges(part) else _owned_whole)(index, part, named)
+
+
+def _steps_ranges(part: Any) -> bool:
+    """Whether it is Megatron's distributed optimizer, which owns a range of the elements of all parameters."""
+    return hasattr(part, "model_param_group_index_map")
+
+
+def _owned_ranges(index: int, part: Any, named: Mapping[str, torch.nn.Parameter]) -> Iterator[_Owned]:
+    names = {parameter: name for name, parameter in named.items()}
+    for parameter, (group, order) in part.model_param_group_index_map.items():
+        elements = part._get_model_param_range_map(parameter)["param"]
+        master = part.optimizer.param_groups[group]["params"][order]
+        where = Range(names[parameter], elements.start, elements.end)
+        yield _Owned(part, Place(index, group), parameter, master, where)
+
+
+def _owned_whole(index: int, part: Any, named: Mapping[str, torch.nn.Parameter]) -> Iterator[_Owned]:
+    names = {id(getattr(parameter, "main_param", parameter)): name for name, parameter in named.items()}
+    for group, parameters in enumerate(part.optimizer.param_groups):
+        for master in parameters["params"]:
+            name, matrix = names[id(master)], _matrix(master) if takes_matrices(part) else None
+            where = Range(name, 0, master.numel())
+            yield _Owned(part, Place(index, group, matrix), named[name], master, where)
+
+
+def _matrix(master: torch.Tensor) -> Matrix:
+    return Matrix(tuple(master.shape), {mark: getattr(master, mark) for mark in MARKS if hasattr(master, mark)})
+
+
+def _tensors(owned: _Owned) -> Tensors:
+    """MASTER and what the optimizer keeps, in their own shapes."""
+    if _steps_ranges(owned.part):
+        found: Tensors = owned.part._get_main_param_and_optimizer_states(owned.parameter)
+        return found
+    kept = owned.part.optimizer.state.get(owned.master, {})
+    return {MASTER: owned.master, **{name: each for name, each in kept.items() if isinstance(each, torch.Tensor)}}

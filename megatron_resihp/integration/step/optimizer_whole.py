@@ -25,6 +25,7 @@ from megatron_resihp.integration.step.optimizer_buddies import (
 from megatron_resihp.integration.step.optimizer_copy import Kept, PartCopy
 from megatron_resihp.integration.step.optimizer_shards import (
     MASTER,
+    NOT_STEPPED,
     Entry,
     Tensors,
     digest_of_pieces,
@@ -61,7 +62,7 @@ def put_together(runtime: Runtime) -> tuple[int, WholeState]:
     if kept is not None:
         named = named_parameters(runtime.held.live)
         bare = {Range(name, 0, parameter.numel()): parameter for name, parameter in named.items()}
-        names = full_names(kept.coordinate, dict.fromkeys(bare, (0, 0)), members)
+        names = full_names(kept.coordinate, dict.fromkeys(bare, NOT_STEPPED), members)
         parameters = dict(zip(names, bare.values(), strict=True))
     told = tell_all(runtime.mode.everybody, worker, {"has": list(has), "needs": list(parameters)})
     holdings, wanted = ({each: [Range(*where) for where in said[what]] for each, said in told.items()}

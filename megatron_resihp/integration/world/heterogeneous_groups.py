@@ -126,7 +126,7 @@ class Sizes:
              "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
              "should_pad_vocab", "vocab_size", "deallocate_pipeline_outputs", "use_distributed_optimizer",
              "overlap_grad_reduce", "overlap_param_gather", "bucket_size",
-             "context_parallel_size", "expert_model_parallel_size",
+             "use_layer_wise_param_layout", "context_parallel_size", "expert_model_parallel_size",
              "num_distributed_optimizer_instances", "overlap_param_gather_with_optimizer_step",
              "defer_embedding_wgrad_compute", "moe_pad_expert_input_to_capacity",
              "overlap_moe_expert_parallel_comm", "ep_overlap_early_attn_memory_release")  # fmt: skip
@@ -183,6 +183,8 @@ class Sizes:
                 "deallocate_pipeline_outputs": len(chunks) > 1,
                 # Replicas that differ have no parts in common; all holders of a slice have all of its state.
                 "use_distributed_optimizer": False,
+                # Without a layout the layer-wise one of a single replica owns all that there is.
+                "use_layer_wise_param_layout": False,
                 # Gradients are summed when all are there; DDP would insist on each as soon as B is done, not W.
                 "overlap_grad_reduce": False,
                 "overlap_param_gather": False,

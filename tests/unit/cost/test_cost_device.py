@@ -61,6 +61,19 @@ def test_megatron_cuts_experts_only_beside_the_sequence(sequence_parallel: bool,
     assert JobCost(MODEL, training_from_arguments(arguments), DEVICE, 8, workers_per_node=2).degrees == degrees
 
 
+@pytest.mark.parametrize(
+    ("flags", "distributed"),
+    [
+        ({"optimizer": "muon"}, False),
+        ({"optimizer": "muon", "use_distributed_optimizer": True}, True),
+        ({"optimizer": "dist_muon"}, True),
+        ({"optimizer": "muon", "use_layer_wise_distributed_optimizer": True}, True),
+    ],
+)
+def test_muon_is_shared_out_as_given_and_as_megatron_says_then(flags: dict[str, Any], distributed: bool) -> None:
+    assert training_from_arguments({"seq_length": 4096, **flags}).distributed_optimizer == distributed
+
+
 @pytest.mark.parametrize("own", [1, 2])
 def test_muon_trains_the_same_in_the_jobs_own_cuts_only(own: int) -> None:
     arguments = {"seq_length": 4096, "optimizer": "muon", "tensor_model_parallel_size": own}

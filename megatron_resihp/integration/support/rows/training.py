@@ -105,17 +105,25 @@ _LOOP: Rows = joined(
 
 def _can_go_on(values: Mapping[str, Any]) -> bool:
     """Loading asks Megatron's optimizer for a function that makes its first state; for sgd it has none. Muon gathers
-    matrices while it steps, unless it is to take each as it is cut; then the step's result is shared out by matrix with
-    a distributed optimizer, and gradients of scaled losses are not divided."""
+    matrices while it steps, unless it is to take each as it is cut, and gradients of scaled losses are not divided."""
     if values["optimizer"] == "sgd":
         return not (values.get("save") or values.get("load"))
-    if values["optimizer"] == "muon":
-        alone = not (values["use_distributed_optimizer"] or values["loss_scale"])
-        return alone and values["muon_tp_mode"] == "blockwise" and values["muon_scalar_optimizer"] == "adam"
+    if values["optimizer"] in ("muon", "dist_muon"):
+        alone = values["muon_tp_mode"] == "blockwise" and not values["loss_scale"]
+        shared = values["optimizer"] == "dist_muon" or values["use_distributed_optimizer"]
+        return alone and values["muon_scalar_optimizer"] == "adam" and (not shared or _can_be_shared_out(values))
     return bool(values["optimizer"] == "adam")
 
 
+def _can_be_shared_out(values: Mapping[str, Any]) -> bool:
+    """Megatron can't step what is shared out in 32 bits. In its older format each replica has a file of what it owns,
+    and in the next forward pass parameters may be gathered into memory of gradients, which a recovery frees."""
+    saves = values["ckpt_format"] != "torch_dist" and (values.get("save") or values.get("load"))
+    return bool(values["bf16"] and not saves and not values["overlap_param_gather"])
+
+
 _MUON = "integration/test_muon.py::test_a_death_and_other_stages"
+_DISTRIBUTED_MUON = "integration/test_distributed_muon.py::test_a_death_of_one_of_four_replicas"
 
 
 _OPTIMIZER: Rows = joined(
@@ -125,8 +133,9 @@ _OPTIMIZER: Rows = joined(
         condition=Together(
             _can_go_on,
             "use adam; or sgd without --save and --load, since Megatron can't load what it saves of it; or muon with "
-            "--muon-tp-mode blockwise and --muon-scalar-optimizer adam, without --use-distributed-optimizer and "
-            "--loss-scale: in other modes it communicates during the step",
+            "--muon-tp-mode blockwise and --muon-scalar-optimizer adam, without --loss-scale: in other modes it "
+            "communicates during the step; with --use-distributed-optimizer it needs --bf16 and --ckpt-format "
+            "torch_dist, without --overlap-param-gather",
         ),
     ),
     tested("integration/test_flags.py::test_a_death_and_other_degrees", "sgd_momentum"),
@@ -142,7 +151,7 @@ _OPTIMIZER: Rows = joined(
         """muon_momentum muon_split_qkv muon_nesterov muon_scale_mode muon_fp32_matmul_prec muon_coefficient_type
         muon_num_ns_steps muon_tp_mode muon_extra_scale_factor muon_scalar_optimizer""",
     ),
-    without("optimizer=dist_muon", "training.training:get_model", "use_layer_wise_param_layout"),
+    tested(_DISTRIBUTED_MUON, "use_layer_wise_param_layout"),
     refused("optimizer_cpu_offload", _OFFLOADED, "use --use-distributed-optimizer"),
     without(
         "optimizer_cpu_offload",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,15 +44,17 @@ def gated_place(part: int, rank: int, degree: int) -> Place:
 
 
 def save(
-    run_dir: Path, worker: int, shard: Shard, dtype: str, ranges: dict[Range, Kinds], step: int = 7, **metadata: str
-) -> None:
+    run_dir: Path, worker: int, shard: Shard, dtype: str, ranges: dict[Range, Kinds], step: int = 7,
+    by_layers: bool = False, **metadata: str,
+) -> None:  # fmt: skip
     degree = shard.tp_degree
     places = tuple(gated_place(part, shard.tp_rank, degree) for part in range(2))
     kinds = tuple({kind for found in ranges.values() for kind in found})
     parameter = Parameter(dtype, (ROWS, COLUMNS // degree), places, tuple(ranges), kinds)
     path = run_dir / DIRECTORY / "iter_0000007" / f"worker_{worker}.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
-    common = {"iteration": 7, "optimizer": {"param_groups": [{"step": step}]}}
+    args = SimpleNamespace(use_layer_wise_distributed_optimizer=by_layers)
+    common = {"iteration": 7, "optimizer": {"param_groups": [{"step": step}]}, "args": args}
     torch.save({"tensors": {"0/fc1": ranges}, "objects": [], "metadata": metadata, "common": common}, path)
     contents = Contents(worker, "3fa8", 1, 7, 28, 1, (shard,), {"0/fc1": parameter})
     path.with_suffix(".json").write_text(json.dumps(encode(contents)))
@@ -117,11 +120,21 @@ def test_steps_are_counted_by_a_worker_that_has_taken_them(tmp_path: Path) -> No
     assert load_common_state_dict(str(path))["optimizer"]["param_groups"][0]["step"] == 7
 
 
-@pytest.mark.parametrize(("metadata", "key"), [({}, "fp32_param"), (SHARED, "param")], ids=["whole", "distributed"])
-def test_masters_are_where_the_job_s_optimizer_looks(tmp_path: Path, metadata: dict[str, str], key: str) -> None:
+@pytest.mark.parametrize(
+    ("metadata", "by_layers", "keys"),
+    [({}, False, {"fp32_param"}), (SHARED, False, {"param"}), (SHARED, True, {"param", "fp32_param"})],
+    ids=["whole", "distributed", "by layers"],
+)
+def test_masters_are_where_the_job_s_optimizers_look(
+    tmp_path: Path, metadata: dict[str, str], by_layers: bool, keys: set[str]
+) -> None:
     kinds = {kind: whole(kind).flatten() for kind in ("param", "master", "exp_avg")}
-    save(tmp_path, 0, Shard(0, 1, 0, 1), "float32", {(0, ROWS * COLUMNS): kinds}, **metadata)
-    check(joined(tmp_path), f"optimizer.state.{key}.", whole("master"))
+    elements = {(0, ROWS * COLUMNS): kinds}
+    save(tmp_path, 0, Shard(0, 1, 0, 1), "float32", elements, by_layers=by_layers, **metadata)
+    found = joined(tmp_path)
+    assert {key.split(".")[2] for key in found if key.startswith("optimizer.state.")} == keys | {"exp_avg"}
+    for key in keys:
+        check(found, f"optimizer.state.{key}.", whole("master"))
 
 
 def test_what_fails_leaves_nothing(tmp_path: Path) -> None:

@@ -331,14 +331,22 @@ def test_gradient_descent_is_let_in_where_nothing_is_saved() -> None:
         ({"save": "d"}, True),
         ({"muon_tp_mode": "duplicated"}, False),
         ({"muon_scalar_optimizer": "lion"}, False),
-        ({"use_distributed_optimizer": True}, False),
         ({"loss_scale": 128.0}, False),
+        ({"use_distributed_optimizer": True, "bf16": True}, True),
+        ({"optimizer": "dist_muon", "bf16": True, "save": "d"}, True),
+        ({"use_distributed_optimizer": True}, False),
+        ({"optimizer": "dist_muon"}, False),
+        ({"optimizer": "dist_muon", "bf16": True, "overlap_param_gather": True}, False),
+        ({"optimizer": "dist_muon", "bf16": True, "ckpt_format": "torch", "load": "d"}, False),
+        ({"optimizer": "dist_muon", "bf16": True, "ckpt_format": "torch"}, True),
     ],
 )
 def test_muon_is_let_in_where_its_step_is_each_workers_own(changed: dict[str, Any], let_in: bool) -> None:
+    """Its matrices may be shared out where Megatron can step and save them, and gathers them before it goes on."""
     given = {
         "optimizer": "muon", "muon_tp_mode": "blockwise", "muon_scalar_optimizer": "adam",
-        "use_distributed_optimizer": False, "loss_scale": None,
+        "use_distributed_optimizer": False, "loss_scale": None, "bf16": False, "ckpt_format": "torch_dist",
+        "overlap_param_gather": False,
     } | changed  # fmt: skip
     assert (TABLE["optimizer"].refusal(given, {}, {"optimizer": "--optimizer"}) is None) == let_in
 
@@ -354,7 +362,8 @@ def test_refusals_speak_of_what_was_given() -> None:
         "--new-in-megatron is not supported with --resihp: nobody has yet read what it does; leave it or --resihp out",
         "--optimizer lion is not supported with --resihp: use adam; or sgd without --save and --load, since Megatron "
         "can't load what it saves of it; or muon with --muon-tp-mode blockwise and --muon-scalar-optimizer adam, "
-        "without --use-distributed-optimizer and --loss-scale: in other modes it communicates during the step",
+        "without --loss-scale: in other modes it communicates during the step; with --use-distributed-optimizer it "
+        "needs --bf16 and --ckpt-format torch_dist, without --overlap-param-gather",
         "--use-torch-fsdp2 is not supported with --resihp: shards of parameters that exist once are lost with their "
         "worker: there are no copies of them; use --use-distributed-optimizer",
     ]

@@ -33,7 +33,7 @@ def saved(sixteen: bool, **group: Any) -> dict[str, Any]:
 def add(own: dict[Any, Any], model: Linear, chunks: dict[str, Any] | None = None, parts: int = 1) -> list[Any]:
     from megatron_resihp.integration.state.reshardable import add_reshardable
 
-    optimizer = SimpleNamespace(chained_optimizers=[None] * parts)
+    optimizer = SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=None)] * parts)
     return add_reshardable(own, optimizer, [model], sharded(model) if chunks is None else chunks)
 
 
@@ -55,6 +55,17 @@ def test_each_part_of_a_chained_optimizer_is_made_loadable() -> None:
     own = {0: saved(False), 1: saved(False)}
     add(own, Linear(torch.float32, master=False), parts=2)
     assert all(part["optimizer"]["param_groups"][0]["step"] == 7 for part in own.values())
+
+
+def test_one_that_steps_matrices_is_left_as_it_is() -> None:
+    """Megatron shares it out by layers, and loads it as a plain one."""
+    from megatron_resihp.integration.state.reshardable import add_common
+
+    own = {0: {"optimizer": {"state": {}, "param_groups": [{"params": [0]}]}}, 1: saved(True)}
+    muon = SimpleNamespace(optimizer=SimpleNamespace(scaled_orthogonalize_fn=len))
+    add_common(own, SimpleNamespace(chained_optimizers=[muon, SimpleNamespace(optimizer=None)]))
+    assert own[0] == {"optimizer": {"state": {}, "param_groups": [{"params": [0]}]}}
+    assert own[1]["optimizer"]["param_groups"][0]["step"] == 7
 
 
 def test_a_fused_optimizer_s_own_count_stays() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from late_copies import LateCopies
 from megatron_resihp.executor import host_memory
 from megatron_resihp.executor.host_memory import HostMemory
 from megatron_resihp.integration.step.optimizer_copy import PartCopy
-from megatron_resihp.integration.step.optimizer_shards import MASTER, Entry
+from megatron_resihp.integration.step.optimizer_shards import MASTER, Entry, Matrix, Place
 from megatron_resihp.plan.ranges import Range
 
 HOST = torch.device("cpu")
@@ -54,7 +55,7 @@ def test_it_is_what_the_owner_has_after_every_step(scale: float | None, memory: 
     masters = [torch.randn(size) for size in SIZES]
     owner, buddy = optimizer(masters), optimizer([torch.randn(4)])
     part = {
-        Range(f"p{index}", 3, 3 + master.numel()): Entry((0, group), {MASTER: master.clone()})
+        Range(f"p{index}", 3, 3 + master.numel()): Entry(Place(0, group), {MASTER: master.clone()})
         for index, (master, group) in enumerate(zip(masters, GROUPS, strict=True))
     }
     copy = PartCopy(0, part, memory=memory)
@@ -94,7 +95,7 @@ def test_steps_that_are_counted_for_groups() -> None:
                     self.state[parameter] = {}
 
     buddy = SimpleNamespace(optimizer=Counting(), config=SimpleNamespace(clip_grad=0.0))
-    copy = PartCopy(2, {Range("p", 0, 2): Entry((0, 0), {MASTER: torch.ones(2)})}, counted=6)
+    copy = PartCopy(2, {Range("p", 0, 2): Entry(Place(0, 0), {MASTER: torch.ones(2)})}, counted=6)
     copy.gradient = torch.ones(2)
     copy.begin_step(buddy, 1.0, None, HOST)
     assert copy.counted == 7 and seen == [(7, 1)]
@@ -102,10 +103,61 @@ def test_steps_that_are_counted_for_groups() -> None:
     assert torch.equal(copy.part[Range("p", 0, 2)].tensors[MASTER], torch.zeros(2))
 
 
+class ByMatrix(torch.optim.Optimizer):
+    """Steps by a product of matrices, and by halves where told so, in a precision that is the whole process's."""
+
+    def __init__(self, masters: list[torch.Tensor]) -> None:
+        super().__init__(masters, {"lr": 0.1, "momentum": 0.9})
+        self.scaled_orthogonalize_fn = lambda moment: moment @ moment.mT @ moment
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        assert threading.current_thread() is threading.main_thread()
+        for group in self.param_groups:
+            for master in group["params"]:
+                state = self.state[master]
+                state.setdefault("momentum_buffer", torch.zeros_like(master)).lerp_(master.grad, 1 - group["momentum"])
+                halves = state["momentum_buffer"].split(getattr(master, "qkv_split_shapes", [master.shape[0]]))
+                master.sub_(torch.cat([self.scaled_orthogonalize_fn(half) for half in halves]), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("memory", [None, HostMemory(LateCopies())], ids=["host", "device"])
+def test_matrices_are_stepped_whole_and_while_nothing_else_computes(memory: HostMemory | None) -> None:
+    """Beside numbers that another optimizer of the owner's steps, and counts their steps."""
+    torch.manual_seed(0)
+    masters: list[Any] = [torch.randn(6, 5), torch.randn(4, 9)]
+    masters[1].qkv_split_shapes = [3, 1]
+    numbers = torch.randn(7)
+    muon, adam = ByMatrix(masters), torch.optim.AdamW([numbers], lr=0.1)
+    clipless = SimpleNamespace(clip_grad=0.0)
+    buddy = SimpleNamespace(chained_optimizers=[
+        SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=ByMatrix([torch.zeros(1)]), config=clipless)]),
+        SimpleNamespace(optimizer=torch.optim.AdamW([torch.zeros(1)], lr=0.1), config=clipless),
+    ])  # fmt: skip
+    places = [Place(0, 0, Matrix((6, 5), {})), Place(0, 0, Matrix((4, 9), {"qkv_split_shapes": [3, 1]})), Place(1, 0)]
+    owned = [*masters, numbers]
+    part = {Range(f"p{index}", 0, each.numel()): Entry(place, {MASTER: each.flatten().clone()})
+            for index, (each, place) in enumerate(zip(owned, places, strict=True))}  # fmt: skip
+    copy = PartCopy(0, part, memory=memory)
+    for _ in range(3):
+        gradients = [torch.randn_like(each) for each in owned]
+        for each, gradient in zip(owned, gradients, strict=True):
+            each.grad = gradient
+        muon.step()
+        adam.step()
+        copy.gradient = torch.cat([gradient.flatten() for gradient in gradients])
+        copy.begin_step(buddy, 1.0, None, HOST)
+        for each, entry in zip(owned, copy.part.values(), strict=True):
+            expected = {MASTER: each, **(muon if each.dim() > 1 else adam).state[each]}
+            assert expected.keys() == entry.tensors.keys()
+            assert all(torch.equal(entry.tensors[name], tensor.view(entry.tensors[name].shape))
+                       for name, tensor in expected.items())  # fmt: skip
+
+
 def test_no_part_of_a_copy_is_left_behind() -> None:
     """The owner may have another optimizer for some layers than the holder, whose objects another plan built."""
     buddy = SimpleNamespace(optimizer=torch.optim.SGD([torch.zeros(1)]), config=SimpleNamespace(clip_grad=0.0))
-    copy = PartCopy(2, {Range("p", 0, 2): Entry((1, 0), {MASTER: torch.ones(2)})})
+    copy = PartCopy(2, {Range("p", 0, 2): Entry(Place(1, 0), {MASTER: torch.ones(2)})})
     copy.gradient = torch.ones(2)
     copy.begin_step(buddy, 1.0, None, HOST)
     with pytest.raises(RuntimeError, match="worker 2 has an optimizer for its part that this worker doesn't have"):
