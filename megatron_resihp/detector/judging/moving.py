@@ -80,9 +80,9 @@ def regroup(now: Sequence[Members], returning: dict[int, Known], named: Named, i
         idle[members] = replace(group, slow=False, excess=0.0)
         for worker in culprits:
             idle[worker,] = replace(group, excess=excess_of(worker, culprits, group.excess))
-    slow = {worker for (worker, *others), known in idle.items() if known.slow and not others}
+    suspects = {worker for (worker, *others), known in idle.items() if known.slow and not others}
     for place, members in enumerate(now):
-        if workers := sorted(slow.intersection(members)):
+        if workers := sorted(suspects.intersection(members)):
             known = [idle.pop((worker,)) for worker in workers]
             slowest = max(known, key=lambda each: each.excess)
             returning[place] = replace(returning.get(place, slowest), slow=True, excess=slowest.excess,

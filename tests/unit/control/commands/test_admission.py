@@ -100,7 +100,7 @@ def test_agents_workers_and_commands_of_another_protocol_are_refused_in_one_line
     monkeypatch.setenv(VARIABLE, "a secret that a user gives")
     (tmp_path / CONTACT).write_text(f'{{"store": "{another_version}", "token": "of the job"}}')
     secret = admission.find_secret(tmp_path)
-    said = f"^the job at {another_version} speaks protocol '9', this process 3; give all nodes, .* same installation$"
+    said = f"^the job at {another_version} speaks protocol '9', this process {MAJOR}; give all nodes, .* same installation$"
     for call in (
         lambda: admitted(another_version, tmp_path, WAIT_S, lambda store: None),  # an agent
         lambda: connect(another_version, secret, WAIT_S),  # a worker

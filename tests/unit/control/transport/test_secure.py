@@ -70,7 +70,7 @@ def test_another_program_is_no_server() -> None:
 
 
 def test_a_server_of_another_version_is_named_and_told_nothing() -> None:
-    with pytest.raises(OtherVersionError, match=r"speaks protocol '1', this process 3; give all nodes.* the same inst"):
+    with pytest.raises(OtherVersionError, match=rf"speaks protocol '1', this process {MAJOR}; give all nodes.* the same"):
         Answer(KEY, "store", LARGEST).to(b"resihp/1".ljust(HELLO_BYTES))
 
 
