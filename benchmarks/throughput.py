@@ -161,7 +161,7 @@ def plans_of(case: Case, cost: JobCost) -> dict[str, ParallelPlan]:
             say(f"{case.name}: {name} has no plan: {error}")
             continue
         if plan.uneven_shards:
-            say(f"{case.name}: {name}'s plan has unlike shards and can't be run")
+            say(f"{case.name}: {name}'s plan has unequal shards and can't be run")
             continue
         found[name] = plan
     return found

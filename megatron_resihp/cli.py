@@ -76,7 +76,8 @@ def command_parser() -> argparse.ArgumentParser:
     from megatron_resihp.report.simulate import command as simulate_command
 
     parser = argparse.ArgumentParser(
-        prog="resihp", description="Keeps a Megatron-LM training job running in place when workers die."
+        prog="resihp",
+        description="Keeps a Megatron-LM training job running in place when workers die, slow down or come back.",
     )
     parser.add_argument("--version", action=_Version, help="print this package's and its dependencies' versions")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -87,7 +88,7 @@ def command_parser() -> argparse.ArgumentParser:
         "job outlives any of them")  # fmt: skip
     coordinator_command.add_arguments(coordinator)
     coordinator.set_defaults(run=lambda namespace: coordinator_command.run(namespace, RunReport))
-    _add(commands, "check", check_command, "say whether a job would be let in, and what it would survive")
+    _add(commands, "check", check_command, "say whether a job would be accepted, and what it would survive")
     _add(commands, "health", health_command, "say whether this node is fit to join a job")
     _add(commands, "inject", inject, "slow a worker or a link of a running job, or end a slowdown")
     _add(commands, "apply", apply, "ask a running job to change to a given plan")

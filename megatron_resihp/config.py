@@ -121,7 +121,7 @@ class Slowdown:
 
     def __post_init__(self) -> None:
         if not SLOWEST <= self.factor <= 1.0:  # not NaN either
-            raise ConfigError(f"{self.factor:g} is no speed; give one from {SLOWEST:g} to 1, the healthy speed")
+            raise ConfigError(f"{self.factor:g} is not a speed; give one from {SLOWEST:g} to 1, the healthy speed")
         if len(self.workers) == 2 and self.workers[0] == self.workers[1]:
             raise ConfigError(f"a link joins two workers, not worker {self.workers[0]} with itself")
 
@@ -187,19 +187,19 @@ def factor_of(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ConfigError(f"{text!r} is no number; give one from {SLOWEST:g} to 1") from None
+        raise ConfigError(f"{text!r} is not a number; give one from {SLOWEST:g} to 1") from None
 
 
 def check_false_alarms(flag: str, rate: float) -> None:
     """Raises: ConfigError: the rate given with `flag` is invalid."""
     if not 0 < rate <= 1:  # not NaN either
-        raise ConfigError(f"{flag} {rate:g} cannot be; give more than 0 and at most 1")
+        raise ConfigError(f"{flag} {rate:g} is invalid; give more than 0 and at most 1")
 
 
 def check_reserve(flag: str, percent: float) -> None:
     """Raises: ConfigError: the percentage given with `flag` is invalid."""
     if not 0 <= percent < 100:  # not NaN either
-        raise ConfigError(f"{flag} {percent:g} can't be; give a percentage from 0 to less than 100")
+        raise ConfigError(f"{flag} {percent:g} is invalid; give a percentage from 0 to less than 100")
 
 
 def _flag(default: Any, help_text: str, **options: Any) -> Any:
@@ -220,7 +220,7 @@ class ResihpConfig:
     resihp_plan: Sequence[str] = _flag(
         (), "Plans to change to while training: FILE[@ITERATION], the JSON of `resihp plan --json`, requested when the "
         "iteration begins (default: the first) and applied after one of the next; or auto, the planner's own for this "
-        "model with all workers well, as soon as it is found.",
+        "model with all workers healthy, as soon as it is found.",
         nargs="+", metavar="PLAN",
     )  # fmt: skip
     resihp_record_samples: bool = _flag(
@@ -231,8 +231,8 @@ class ResihpConfig:
     )
     resihp_answer_timeout: float = _flag(
         1800.0,
-        "Seconds that a worker with a communication error waits for a stopped coordinator before the coordinator "
-        "counts as lost.",
+        "How long a worker that saw a communication error waits for a suspended coordinator before it counts the "
+        "coordinator as lost.",
         metavar="SECONDS",
     )  # fmt: skip
     resihp_emulate: str | None = _flag(
@@ -253,12 +253,13 @@ class ResihpConfig:
 
     resihp_strategy: str = _flag(
         UNIFORM, "The strategy that plans when workers die. One of " + ", ".join(STRATEGIES) + "; uniform makes as "
-        "many complete replicas as possible, and replaces a strategy that has no plan that can run.", metavar="NAME",
+        "many complete replicas as possible, and is the fallback if a strategy has no plan that can run.",
+        metavar="NAME",
     )  # fmt: skip
 
     resihp_plan_wait: float = _flag(
         PLAN_WAIT_S, "How long a recovery waits for the strategy's plan where complete replicas exist. After that they "
-        "train, and the strategy's plan becomes a change by choice once it pays off.", metavar="SECONDS",
+        "train, and the strategy's plan becomes a voluntary change once it pays off.", metavar="SECONDS",
     )  # fmt: skip
 
     resihp_memory_reserve: float = _flag(
@@ -271,7 +272,7 @@ class ResihpConfig:
         "ask: write the plan to RUN_DIR/proposals, for `resihp apply`; act: change to it.", metavar="MODE",
     )  # fmt: skip
     resihp_seconds_between_changes: float = _flag(
-        60.0, "Least time from one change of plan by choice to the next.", metavar="SECONDS"
+        60.0, "Least time from one voluntary change of plan to the next.", metavar="SECONDS"
     )  # fmt: skip
 
     resihp_megatron_random_streams: bool = _flag(
@@ -282,7 +283,7 @@ class ResihpConfig:
     resihp_carrier: str = _flag(
         HOST, "What carries gradients and results between workers under a plan that Megatron's own groups can't run. "
         "host: gloo, through host memory; device: the job's own backend, in one more group of all workers. After "
-        "an error of the device's way all go on through the host.", metavar="CARRIER",
+        "an error on the device path, all workers fall back to the host path.", metavar="CARRIER",
     )  # fmt: skip
 
     resihp_cost_model: str | None = _flag(
@@ -335,17 +336,19 @@ class ResihpConfig:
             mend = "give --resihp-strategy joint, for example"
             raise ConfigError(f"--resihp-act {self.resihp_act} needs a strategy that reacts to slow workers; {mend}")
         if self.resihp_carrier not in CARRIERS:
-            raise ConfigError(f"--resihp-carrier {self.resihp_carrier} is none; choose from {', '.join(CARRIERS)}")
+            raise ConfigError(
+                f"--resihp-carrier {self.resihp_carrier} is not a carrier; choose from {', '.join(CARRIERS)}"
+            )
         if not self.resihp_answer_timeout > 0:
             seconds = f"{self.resihp_answer_timeout:g}"
-            raise ConfigError(f"--resihp-answer-timeout {seconds} is no time to wait; give more than 0 seconds")
+            raise ConfigError(f"--resihp-answer-timeout {seconds} is not a time to wait; give more than 0 seconds")
         if not 0 <= self.resihp_plan_wait <= MOST_PLAN_WAIT_S:  # not NaN either
             seconds = f"{self.resihp_plan_wait:g}"
-            raise ConfigError(f"--resihp-plan-wait {seconds} can't be; give 0 to {MOST_PLAN_WAIT_S:g} seconds")
+            raise ConfigError(f"--resihp-plan-wait {seconds} is invalid; give 0 to {MOST_PLAN_WAIT_S:g} seconds")
         check_reserve("--resihp-memory-reserve", self.resihp_memory_reserve)
         if not self.resihp_seconds_between_changes >= 0:
             seconds = f"{self.resihp_seconds_between_changes:g}"
-            raise ConfigError(f"--resihp-seconds-between-changes {seconds} can't be; give 0 or more")
+            raise ConfigError(f"--resihp-seconds-between-changes {seconds} is invalid; give 0 or more")
 
     @classmethod
     def from_namespace(cls, namespace: argparse.Namespace) -> "ResihpConfig":
@@ -362,7 +365,7 @@ def _read(path: str) -> list[str]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"--resihp-inject @{path} cannot be read: {error}") from error
     if not isinstance(injections, list) or not all(isinstance(injection, str) for injection in injections):
-        raise ConfigError(f'--resihp-inject @{path} is no JSON list of faults, e.g. ["slow:3:0.6@10", "clear@20"]')
+        raise ConfigError(f'--resihp-inject @{path} is not a JSON list of faults, e.g. ["slow:3:0.6@10", "clear@20"]')
     return injections
 
 

@@ -4,7 +4,7 @@
 # settings are in pyproject.toml. All run even if one fails.
 #
 #   scripts/lint.sh           checks
-#   scripts/lint.sh --fix     formats, and mends what ruff can
+#   scripts/lint.sh --fix     formats, and fixes what ruff can
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 

@@ -70,7 +70,7 @@ def read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise DatasetError(f"cannot read {path} ({error.strerror}); mend it or leave it out of the inputs") from error
+        raise DatasetError(f"cannot read {path} ({error.strerror}); fix it or leave it out of the inputs") from error
 
 
 def expand_inputs(patterns: Sequence[str]) -> list[Path]:
@@ -210,7 +210,7 @@ def file_tokenization(path: str, eod_token: str | None) -> Tokenization:
     try:
         tokenizer = Tokenizer.from_file(path)
     except Exception as error:  # the package raises plain Exception
-        raise DatasetError(f"{path} is no tokenizer file ({error}); name a tokenizer.json") from error
+        raise DatasetError(f"{path} is not a tokenizer file ({error}); name a tokenizer.json") from error
     names = EOD_NAMES if eod_token is None else (eod_token,)
     eod = next((token for token in map(tokenizer.token_to_id, names) if token is not None), None)
     if eod is None:
@@ -242,7 +242,7 @@ def check_output(prefix: str, overwrite: bool) -> None:
         probe.unlink()
     except OSError as error:
         raise DatasetError(
-            f"cannot write to {directory} ({error.strerror}); name another PREFIX or mend its permissions"
+            f"cannot write to {directory} ({error.strerror}); name another PREFIX or fix its permissions"
         ) from error
 
 
@@ -366,7 +366,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"make_dataset.py: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"make_dataset.py: writing {args.prefix} failed ({error}); mend that and run it again", file=sys.stderr)
+        print(f"make_dataset.py: writing {args.prefix} failed ({error}); fix that and run it again", file=sys.stderr)
         return 2
     return 0
 

@@ -4,7 +4,7 @@
 # Arguments go to pytest: scripts/test.sh -k store, scripts/test.sh tests/unit. With --coverage in front the unit tests are counted, which
 # takes longer, and the share of lines and branches that they run is printed. With --megatron 0.18 in front the newest patch
 # release of that one is laid over .venv's, in build/megatron-0.18. All steps run even if one fails, so that one
-# run shows all there is to mend; the exit code is non-zero if any failed. The last lines name tests that were left out
+# run shows all there is to fix; the exit code is non-zero if any failed. The last lines name tests that were left out
 # because a program or a variable is missing. Tests for the night are left out, too: scripts/nightly.sh runs those.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1

@@ -66,11 +66,11 @@ def parse_nodes(text: str) -> tuple[int, int]:
     """
     found = _NODES.fullmatch(text)
     if found is None:
-        raise ValueError(f"--nnodes {text} is no number of nodes; give N, or MIN:MAX if nodes may join later")
+        raise ValueError(f"--nnodes {text} is not a number of nodes; give N, or MIN:MAX if nodes may join later")
     least = int(found[1])
     most = least if found[2] is None else int(found[2])
     if least < 1:
-        raise ValueError(f"--nnodes {text} is no job; give 1 or more nodes to begin with")
+        raise ValueError(f"--nnodes {text} is not a job; give 1 or more nodes to begin with")
     if most < least:
         raise ValueError(f"--nnodes {text} begins with more nodes than there may be; give MIN:MAX, the smaller first")
     return least, most - least

@@ -34,15 +34,15 @@ def _array_of(dtype: DTypeLike, kinds: str) -> Form:
 
     def read(value: Any) -> NDArray[Any]:
         if not isinstance(value, list):
-            raise WrongValueError("is no list of numbers")
+            raise WrongValueError("is not a list of numbers")
         if len(value) > MOST_ITEMS:
             raise WrongValueError(f"has {len(value)} items, more than {MOST_ITEMS}")
         try:
             found = np.array(value)
         except (OverflowError, ValueError):
-            raise WrongValueError("is no array of numbers") from None
+            raise WrongValueError("is not an array of numbers") from None
         if found.size and (found.dtype.kind not in kinds or not _are_numbers(found)):
-            raise WrongValueError(f"is no array of {np.dtype(dtype).name}")
+            raise WrongValueError(f"is not an array of {np.dtype(dtype).name}")
         return found.astype(dtype)
 
     return Form(_nested, read)

@@ -79,7 +79,7 @@ def check_plan(plan: ParallelPlan, model: Model, training: Training, capacity: i
         raise PlanError(f"memory exceeded on worker {worst} by {_size(over[worst])}")
     uneven = any(model.uneven(degree) for replica in plan.replicas for degree in set(replica.shape) - {0})
     if uneven and not plan.uneven_shards:
-        raise PlanError("members of a stage hold unlike shards, and the plan isn't marked so")
+        raise PlanError("members of a stage hold unequal shards, and the plan isn't marked so")
 
 
 def memory_of(plan: ParallelPlan, model: Model, training: Training, kept_until_w: float = 1.0) -> dict[int, MemoryUse]:

@@ -81,7 +81,8 @@ def _reader(kind: Any) -> Callable[[str, Mapping[str, Any]], dict[str, Any]]:
                 try:
                     found[name] = read_value(given)
                 except WrongKindError:
-                    raise UnusableEventError(f"{event} has a {name} that is no {field.kind.label}") from None
+                    wrong = f"the wrong type of {name}: expected {field.kind.label}"
+                    raise UnusableEventError(f"{event} has {wrong}") from None
             elif field.required:
                 raise UnusableEventError(f"{event} lacks {name}")
         return found

@@ -26,7 +26,7 @@ class Verdict(Event):
     iteration: Annotated[int, "iteration whose records decided"]
     evidence: Annotated[Mapping[str, float] | None, "what it rests on, by name"] = None
     relapses: Annotated[
-        int | None, "of an onset: how often in succession it has looked well without work, and was slow with it"
+        int | None, "of an onset: how often in succession it has looked healthy without work, and was slow with it"
     ] = None
 
 

@@ -22,9 +22,9 @@ class EpochStarted(Event):
     plan: Annotated[
         Plan,
         '`{"replicas": [{"stages": [[worker ids of the TP members], ...], "micro_batches": [indices]}], '
-        '"standbys": {worker id: [stage, tp_rank] or null}}`; `"context_parallel": n` where n replicas in a row share '
-        'each sequence; `"expert_parallel": n` where n in a row share experts, and '
-        '`"expert_members": n` where n members of a stage in a row have the same of them',
+        '"standbys": {worker id: [stage, tp_rank] or null}}`; `"context_parallel": n` where n consecutive replicas '
+        'share each sequence; `"expert_parallel": n` where n consecutive ones share experts, and '
+        '`"expert_members": n` where n consecutive members of a stage have the same of them',
     ]
     digest: Annotated[str | None, "digest of the plan, the same on all members"] = None
 

@@ -52,7 +52,7 @@ class Job(Event):
     plan_wait: Annotated[float | None, "how long a recovery waits for that, in seconds"] = None
     act: Annotated[str | None, "what is done when another plan is faster: observe, ask or act"] = None
     begins_with_a_plan: Annotated[bool | None, "another plan is asked for as the job begins"] = None
-    seconds_between_changes: Annotated[float | None, "least time between changes by choice"] = None
+    seconds_between_changes: Annotated[float | None, "least time between voluntary changes"] = None
     device_memory: Annotated[int | None, "bytes of each device; null: not known"] = None
     memory_reserve: Annotated[float | None, "percent of that which plans leave free"] = None
     host_memory: Annotated[
@@ -63,7 +63,7 @@ class Job(Event):
     false_alarms_per_job: Annotated[float | None, "what the detector may get wrong, on average"] = None
     cost_model: Annotated[str | None, "file that the detector was to start from; null: none named"] = None
     carrier: Annotated[
-        str | None, "what carries gradients and results under a plan of unlike replicas: host or device"
+        str | None, "what carries gradients and results under a plan whose replicas differ: host or device"
     ] = None
     emulated: Annotated[str | None, "device profile of the emulated clock; null: none"] = None
 
@@ -88,7 +88,7 @@ class Exposed(Event):
 
     nodes: Annotated[tuple[int, ...], "of these nodes, with node 0 if its loss is that of the coordinator"]
     workers: Annotated[tuple[int, ...], "of these workers, alone"]
-    said: Annotated[str, "in words, with what would mend it"]
+    said: Annotated[str, "in words, with what would avoid it"]
 
 
 @event("stall", written_by="the launcher on node 0")

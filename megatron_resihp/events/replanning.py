@@ -15,18 +15,18 @@ from megatron_resihp.events.fields import Plan
 
 @event("plan_failed", written_by="coordinator")
 class PlanFailed(Event):
-    """An error struck in the first step of a plan that was chosen. It is answered once: after a change by choice by the
-    plan before, after a loss by complete uniform replicas. The plan is not chosen again."""
+    """The first step under a chosen plan raised an error. The job recovers from this once: after a voluntary change
+    with the previous plan, after a loss with complete uniform replicas. The plan is not chosen again."""
 
     failed: Annotated[int, "the worker that raised it"]
     error: Annotated[str, "the error"]
     digest: Annotated[str, "digest of the plan"]
-    number: Annotated[int | None, "of the change by choice; null: the plan came after a loss"] = None
+    number: Annotated[int | None, "of the voluntary change; null: the plan came after a loss"] = None
 
 
 @event("plan_change", written_by="coordinator")
 class PlanChange(Event):
-    """Another plan is to be taken by choice; workers leave the epoch after the same iteration. If a failure comes
+    """Another plan is to be taken voluntarily; workers leave the epoch after the same iteration. If a failure comes
     first, no `reconfiguration` follows."""
 
     number: Annotated[int, "of the change, from 1"]
@@ -46,7 +46,7 @@ class ChangeRefused(Event):
 
 @event("change_measured", written_by="the policy, on node 0")
 class ChangeMeasured(Event):
-    """Whether a change by choice has paid; told where no worker became slow, recovered or died in between."""
+    """Whether a voluntary change has paid; told where no worker became slow, recovered or died in between."""
 
     number: Annotated[int, "of the change"]
     before_s: Annotated[float, "median seconds of an iteration before it"]
@@ -61,17 +61,17 @@ class Planned(Event):
     instead_of: Annotated[str | None, "whose plan was wanted"] = None
     reason: Annotated[str | None, "why that was not taken"] = None
     overtaken: Annotated[bool | None, "whether it came too late; it is taken later, if it pays"] = None
-    planning_s: Annotated[float | None, "how long it thought"] = None
+    planning_s: Annotated[float | None, "seconds that planning took"] = None
     waited_s: Annotated[float | None, "how long training stood still for that"] = None
-    made_ahead: Annotated[bool | None, "whether it had thought before the loss, so that training did not wait"] = None
+    made_ahead: Annotated[bool | None, "whether the plan was made before the loss, so training did not wait"] = None
     iteration_s: Annotated[float | None, "seconds of an iteration's pipelines, by simulation"] = None
     bound_s: Annotated[float | None, "what no plan can beat"] = None
-    moving_s: Annotated[float | None, "how long getting there was thought to take"] = None
+    moving_s: Annotated[float | None, "estimated seconds of the change"] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommended(Event):
-    """A change of plan by choice would pay."""
+    """A voluntary change of plan would pay off."""
 
     why: Annotated[str, "which workers and links are slow, and what is gained"]
     gain: Annotated[float, "share of an iteration's pipelines that is saved"]
@@ -82,14 +82,14 @@ class Recommended(Event):
 
 @event("would_change", written_by="the policy, on node 0")
 class WouldChange(Recommended):
-    """A change of plan by choice would pay, and the job was started to observe only."""
+    """A voluntary change of plan would pay off, and the job was started to observe only."""
 
     plan: Annotated[Plan | None, "the plan"] = None
 
 
 @event("proposal", written_by="the policy, on node 0")
 class Proposal(Recommended):
-    """A change of plan by choice would pay; `resihp apply RUN_DIR PATH` makes it."""
+    """A voluntary change of plan would pay off; `resihp apply RUN_DIR PATH` makes it."""
 
     path: Annotated[str, "where the plan is"]
 
@@ -103,6 +103,6 @@ class NoPlan(Event):
 
 @event("policy_failed", written_by="the policy, on node 0")
 class PolicyFailed(Event):
-    """The policy has given up: no more changes by choice unless by hand. Training and the rest go on."""
+    """The policy has given up: no more voluntary changes unless by hand. Training and the rest go on."""
 
     error: Annotated[str, "why"]

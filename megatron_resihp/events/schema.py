@@ -48,10 +48,11 @@ _INTRODUCTION: Final = f"""\
 
 <!-- Written by `python -m megatron_resihp.events.schema`; edit the classes in megatron_resihp/events/ instead. -->
 
-A run's event log is `RUN_DIR/{FILE_NAME}`: one JSON object a line, appended as things happen. It is all that
-`resihp report` reads. A line that was cut off or damaged is skipped and reported, and so is an event that lacks a
-required field; an event of a name that is not listed here is skipped. Fields that are not required may be null or
-missing. Numbers that JSON cannot spell are the strings `"nan"`, `"inf"` and `"-inf"`.
+A run's event log is `RUN_DIR/{FILE_NAME}`: one JSON object a line, appended as things happen. `resihp report` is made
+from it; if a run's log has no end, the command also asks the launcher and looks at what survivors have saved. A line
+that was cut off or damaged is skipped and reported, and so is an event that lacks a required field; an event of a name
+that is not listed here is skipped. Fields that are not required may be null or missing. Numbers that JSON cannot spell
+are the strings `"nan"`, `"inf"` and `"-inf"`.
 
 Every event has:
 """

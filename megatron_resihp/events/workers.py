@@ -26,7 +26,7 @@ class WorkerStarted(Event):
 
 @event("worker_dead", written_by="coordinator")
 class WorkerDead(Event):
-    """A worker was given up for dead."""
+    """A worker was declared dead."""
 
     dead: Annotated[int, "the worker"]
     node: Annotated[int | str | None, "its node"] = None
@@ -51,7 +51,7 @@ class WorkerFailed(Event):
 
 @event("worker_restarted", written_by="coordinator")
 class WorkerRestarted(Event):
-    """A worker that died has been started anew, with an id of its own."""
+    """A worker that died has been restarted, with an id of its own."""
 
     restarted: Annotated[int, "its id"]
     instead_of: Annotated[int, "the one that died"]

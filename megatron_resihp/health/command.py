@@ -36,13 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--nproc-per-node", default="gpu", metavar="N", help="workers on this node, or gpu: as many as it has GPUs "
         "(default gpu)")  # fmt: skip
-    add("--run-dir", type=Path, metavar="DIR", help="of the job, or one beside it: it must have room, and this node's "
-        "clock must be that of its file system (default: neither is looked at)")  # fmt: skip
+    add("--run-dir", type=Path, metavar="DIR", help="run directory of the job, or one on the same file system: its "
+        "free space and this node's clock against the file system's are checked (default: neither)")  # fmt: skip
     add("--interface", metavar="NAME", help="network interface that workers will use (default: torch chooses)")
-    add("--min-free-gib", type=float, default=1.0, metavar="GIB", help="that /dev/shm, the folder for temporary files "
-        "and the run directory must have free (default 1)")  # fmt: skip
+    add("--min-free-gib", type=float, default=1.0, metavar="GIB", help="free space that /dev/shm, the temporary "
+        "directory and the run directory must have (default 1)")  # fmt: skip
     add("--timeout", type=float, default=120.0, metavar="SECONDS", help="for GPUs and sums (default 120)")
-    add("--stand-in", action="store_true", help="of a node whose workers train on CPUs")
+    add("--stand-in", action="store_true", help="the node's workers train on CPUs")
     add("--json", action="store_true", help="print what was measured, and the problems, as JSON")
 
 
@@ -70,11 +70,11 @@ def _workers(namespace: argparse.Namespace) -> int:
     kind = namespace.nproc_per_node
     workers = launch_options.workers_of(kind, launch_options.devices)
     if workers < 1:
-        raise LaunchError(f"--nproc-per-node {kind} is no number of workers; give at least 1")
+        raise LaunchError(f"--nproc-per-node {kind} is not a number of workers; give at least 1")
     if (problem := interface.problem(namespace.interface)) is not None:
         raise LaunchError(problem)
     if namespace.run_dir is not None and not namespace.run_dir.is_dir():
-        raise LaunchError(f"--run-dir {namespace.run_dir} is no folder; make it, or give another")
+        raise LaunchError(f"--run-dir {namespace.run_dir} is not a folder; make it, or give another")
     return workers
 
 

@@ -87,7 +87,7 @@ def _of_devices(measured: Measured) -> Iterator[str]:
             )
     silent = [str(number) for number, peer in enumerate(measured.peers) if peer.loop_s is None and peer.error is None]
     if silent:
-        yield f"a sum over all {wanted} workers does not end: {', '.join(silent)} wait; try with NCCL_DEBUG=INFO"
+        yield f"an all-reduce over all {wanted} workers hangs, in process {', '.join(silent)}; try with NCCL_DEBUG=INFO"
 
 
 def _of_folders(folders: tuple[Folder, ...], least_free_gib: float) -> Iterator[str]:
@@ -103,4 +103,4 @@ def _of_clock(measured: Measured) -> Iterator[str]:
     offset = measured.clock_offset_s
     if offset is not None and abs(offset) > LARGEST_OFFSET_S:
         side = "ahead of" if offset > 0 else "behind"
-        yield f"the clock is {abs(offset):.1f} s {side} that of the run directory's file system; mend NTP"
+        yield f"the clock is {abs(offset):.1f} s {side} that of the run directory's file system; fix NTP"

@@ -59,7 +59,10 @@ def _device_problem() -> str | None:
     # Without the plugin it is Megatron's to say.
     if "--resihp" not in sys.argv or cpu.installed() or torch.cuda.is_available():
         return None
-    return "this process sees no CUDA device; mend that, or train on CPUs with `resihp launch --stand-in`"
+    return (
+        "this process sees no CUDA device; check CUDA_VISIBLE_DEVICES and the driver, or train on CPUs with "
+        "`resihp launch --stand-in`"
+    )
 
 
 def version_problem() -> str | None:

@@ -41,7 +41,7 @@ TAKEN: Final = (
     "embedding: no time, its parameters' memory; head: its FLOPs; both are layers of their own",
     "layers: evenly dealt, one more to the first stages where they don't divide",
     "memory: 80 GiB a GPU, none in reserve, for bf16 weights, fp32 gradients, Adam (18 bytes a parameter, not shared "
-    "out) and activations without recomputation; joint's changes by choice leave room for old and new state together",
+    "out) and activations without recomputation; joint's voluntary changes leave room for old and new state together",
     "links: 200 Gb/s a node, shared by its 8 GPUs; no gradient reduction, no optimizer step",
     "session: (number of GPUs)/4 hours, first removal after one interval; removals in random order, the mean "
     f"over several orders ({ORDERS} by default), the same ones for all strategies",

@@ -50,7 +50,7 @@ def read_plan(path: Path, strategy: str | None = None) -> Any:
     except OSError as error:
         raise PlanError(f"{path} can't be read: {error.strerror}") from None
     except ValueError:
-        raise PlanError(f"{path} is no JSON; give a plan, or what `resihp plan --json` prints") from None
+        raise PlanError(f"{path} is not JSON; give a plan, or what `resihp plan --json` prints") from None
     if not isinstance(data, dict):
         raise PlanError(f"{path} holds no plan")
     if "replicas" in data:

@@ -107,7 +107,7 @@ def parse_layout(text: str) -> tuple[str, ...]:
             raise PlanError(f"layout {text!r} has more than {_MOST} layers")
     unknown = sorted(set(letters) - {*(EMBEDDING, DECODER, PREDICTION, HEAD), "|"})
     if unknown:
-        raise PlanError(f"layout {text!r}: {unknown[0]!r} is no layer; layers are E, t, m and L")
+        raise PlanError(f"layout {text!r}: {unknown[0]!r} is not a layer; layers are E, t, m and L")
     chunks = tuple(letters.split("|"))
     if not re.fullmatch("Et*m*L", "".join(chunks)):
         raise PlanError(f"layout {text!r} must begin with its only E, go on with t, then m, and end with its only L")

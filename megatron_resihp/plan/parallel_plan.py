@@ -174,7 +174,7 @@ class ParallelPlan:
             *holder, name = error.where
             raise PlanError(f"the plan lacks {name!r}{f' of {".".join(holder)}' if holder else ''}") from None
         except WrongValueError as error:
-            raise PlanError(f"this is no plan: {error}; give the JSON of a plan") from None
+            raise PlanError(f"this is not a plan: {error}; give the JSON of a plan") from None
         sharing = written.context_parallel, written.expert_parallel, written.expert_members
         return cls(written.replicas, written.standbys, written.migrations, written.uneven_shards, *sharing)
 
@@ -208,7 +208,7 @@ def _read(value: Any) -> ParallelPlan:
     try:
         return ParallelPlan.from_dict(value)
     except PlanError as error:
-        raise WrongValueError(f"is no plan that can be run: {error}") from None
+        raise WrongValueError(f"is not a plan that can be run: {error}") from None
 
 
 set_form(ParallelPlan, Form(ParallelPlan.to_dict, _read))

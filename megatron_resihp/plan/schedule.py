@@ -40,7 +40,7 @@ class PlannedOp(NamedTuple):
         """Raises PlanError if the text is no op."""
         micro_batch, dot, chunk = text[1:].partition(".")
         if text[:1] not in KINDS or not (dot and micro_batch.isdecimal() and chunk.isdecimal()):
-            raise PlanError(f"{text!r} is no op; an op is like F3.1: forward, micro-batch 3, chunk 1")
+            raise PlanError(f"{text!r} is not an op; an op is like F3.1: forward, micro-batch 3, chunk 1")
         return cls(text[0], int(chunk), int(micro_batch))
 
 

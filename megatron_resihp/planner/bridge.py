@@ -94,7 +94,7 @@ def require_runnable(plan: ParallelPlan, health: Health, cost: JobCost) -> None:
     if not set(plan.working) <= health.speed.keys():
         raise NoPlanError(f"worker {min(set(plan.working) - health.speed.keys())} has work in the plan but is dead")
     if plan.uneven_shards:
-        raise NoPlanError("members of a stage hold unlike shards; no job can run that yet")
+        raise NoPlanError("members of a stage hold unequal shards; no job can run that yet")
     if plan.micro_batch_count != cost.micro_batches:
         raise NoPlanError(f"the plan has {plan.micro_batch_count} micro-batches, the job {cost.micro_batches}")
     try:

@@ -21,7 +21,7 @@ def minor_of(version: str) -> int:
     """
     found = re.fullmatch(r"(\d{1,9})\.(\d{1,9})", version, re.ASCII)
     if found is None:
-        raise ValueError("is no version")
+        raise ValueError("is not a version")
     if int(found[1]) != MAJOR:
         raise ValueError(f"is {version}, this process knows {VERSION}: give all nodes the same installation")
     return int(found[2])

@@ -102,7 +102,7 @@ class Kinds[T]:
 def _text_in(value: Mapping[str, Any], name: str) -> str:
     text = value.get(name)
     if not isinstance(text, str) or len(text) > SHOWN:
-        raise WrongValueError("is missing" if text is None else "is no short text", name)
+        raise WrongValueError("is missing" if text is None else "is not a short text", name)
     return text
 
 
@@ -114,7 +114,7 @@ def _parsed(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise WrongValueError(f"is not JSON ({type(error).__name__})") from None
     if not isinstance(value, dict):
-        raise WrongValueError("is no JSON object")
+        raise WrongValueError("is not a JSON object")
     return value
 
 
@@ -128,7 +128,7 @@ def _tolerance_for(value: Mapping[str, Any]) -> Tolerance:
     if version == VERSION:
         return EXACT
     if not isinstance(version, str):
-        raise WrongValueError("is missing" if version is None else "is no version", "protocol")
+        raise WrongValueError("is missing" if version is None else "is not a version", "protocol")
     try:
         minor = minor_of(version)
     except ValueError as error:

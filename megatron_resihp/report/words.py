@@ -106,11 +106,11 @@ def verdict(found: SpeedFound, places: Mapping[int, str]) -> str:
         ends = (f"{worker} ({places[worker]})" if worker in places else worker for worker in found.workers)
         who = f"the link between workers {listing(ends)}"
     if found.change == "recovery":
-        return f"{who} is back at full speed since iteration {found.since}"
+        return f"{who} has been back at full speed since iteration {found.since}"
     speed = f"{100 * found.speed:.0f} %"
     if found.speed_low is not None and found.speed_high is not None:
         speed += f" ({100 * found.speed_low:.0f} to {100 * found.speed_high:.0f} %)"
-    return f"{who} runs at {speed} of its healthy speed since iteration {found.since}"
+    return f"{who} has run at {speed} of its healthy speed since iteration {found.since}"
 
 
 def rate(samples_per_second: float | None) -> str:

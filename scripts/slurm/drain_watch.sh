@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Has the nodes of a job that Slurm drains leave it in order: asks Slurm for them until the job has ended. A batch script starts
+# Makes nodes that SLURM is draining leave the job in order. Polls SLURM for them until the job has ended. A batch script starts
 # it beside srun, as job.sbatch does where RESIHP_DRAIN_WATCH is its path:
 #   drain_watch.sh RUN_DIR [FIRST_RANK] &
 # FIRST_RANK is the rank of this allocation's first node (default 0). `resihp` is in PATH. RESIHP_DRAIN_LOOK_S is how often it
@@ -39,7 +39,7 @@ while [[ ! -f $run_dir/exit_code ]]; do
         else
             outcome=$answer
         fi
-        [[ $outcome == "${said[$host]:-}" ]] || echo "drain_watch.sh: Slurm drains $host: $answer"
+        [[ $outcome == "${said[$host]:-}" ]] || echo "drain_watch.sh: SLURM drains $host: $answer"
         said[$host]=$outcome
     done
     sleep "${RESIHP_DRAIN_LOOK_S:-15}"

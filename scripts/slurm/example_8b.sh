@@ -3,7 +3,7 @@
 # Example of a job: trains a Llama of 8B parameters on nodes of eight GPUs. Run it from the root of the checkout:
 #   scripts/slurm/example_8b.sh PREFIX --nodes=4
 # PREFIX.bin and PREFIX.idx are the data set (scripts/make_dataset.py). What follows PREFIX goes to sbatch. CHECKPOINTS is where
-# checkpoints go (default: checkpoints/resihp), RESIHP_BIN the folder of the `resihp` command (default: .venv/bin). docs/usage.md, "GPUs and NCCL", says what to install.
+# checkpoints go (default: checkpoints/resihp), RESIHP_BIN the folder of the `resihp` command (default: .venv/bin). docs/operations.md, "GPUs and NCCL", says what to install.
 set -euo pipefail
 
 if (($# < 1)); then
@@ -16,8 +16,8 @@ training=(
     --resihp
     --tensor-model-parallel-size 4
     --pipeline-model-parallel-size 2
-    # Each node is a complete replica. In Megatron's own order a stage would be the neighbours' on other nodes, too, and with
-    # two nodes each would hold a stage that is nowhere else.
+    # Each node is a complete replica. In Megatron's default order, each stage's replicas would be next to each other: with two
+    # nodes, each node would hold a stage that is nowhere else.
     --use-tp-pp-dp-mapping
     # With other sizes, or a distributed optimizer, this keeps a node from holding state that is nowhere else. Here it changes
     # nothing.
@@ -33,6 +33,8 @@ training=(
     --position-embedding-type rope
     --untie-embeddings-and-output-weights
     --disable-bias-linear
+    --attention-dropout 0
+    --hidden-dropout 0
     --seq-length 4096
     --max-position-embeddings 4096
     --micro-batch-size 1

@@ -135,5 +135,5 @@ def test_a_node_that_is_unfit_is_excluded(train: Train, tmp_path: Path, referenc
     training.wish("go_on")
     ended = training.end()
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), training.output()
-    assert ended["ExcNodeList"] == "n0" and "unfit: n0; queued again without" in training.output()
+    assert ended["ExcNodeList"] == "n0" and "unfit: n0; requeued without them" in training.output()
     check(training, reference)

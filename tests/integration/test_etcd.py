@@ -399,8 +399,8 @@ class TestJob:
         ("answer", "said"),
         [
             ('{"etcdserver": "3.3.27", "etcdcluster": "3.3.0"}', "is 3.3, and 3.4 is needed; check"),
-            ('{"name": "somebody"}', "is no etcd; check"),
-            ("<html>", "what answers is no etcd"),
+            ('{"name": "somebody"}', "is not etcd; check"),
+            ("<html>", "what answers is not etcd"),
         ],
     )
     def test_an_etcd_that_is_too_old_is_refused(self, launch: Callable[..., Launched], answer: str, said: str) -> None:

@@ -89,8 +89,8 @@ class TestWithoutEmulation:
 
     def test_what_cannot_be_is_refused_in_one_line(self, run: Launched, injection: Said, tmp_path: Path) -> None:
         assert "there is no worker 7; the job has 0 to 2" in injection(run.run_dir, "slow", "7", "0.5", refused=True)
-        assert "1.5 is no speed; give one from 0.01 to 1" in injection(run.run_dir, "slow", "1", "1.5", refused=True)
-        assert "'fast' is no number" in injection(run.run_dir, "slow", "1", "fast", refused=True)
+        assert "1.5 is not a speed; give one from 0.01 to 1" in injection(run.run_dir, "slow", "1", "1.5", refused=True)
+        assert "'fast' is not a number" in injection(run.run_dir, "slow", "1", "fast", refused=True)
         assert "only be slowed on the emulated clock" in injection(run.run_dir, "link", "0", "1", "0.5", refused=True)
         assert "not worker 1 with itself" in injection(run.run_dir, "link", "1", "1", "0.5", refused=True)
         assert "no job runs in" in injection(tmp_path, "clear", refused=True)

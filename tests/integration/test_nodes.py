@@ -71,7 +71,7 @@ def test_a_node_with_state_that_is_nowhere_else_dies_unless_replicas_are_spread(
     else:
         assert first.code == exit_codes.NO_PLAN, first.tails()
         assert "or node 1 ends the job with state that is nowhere else" in first.output()
-        assert "to mend that, start it with --resihp-spread-replicas" in first.output()
+        assert "to avoid that, start it with --resihp-spread-replicas" in first.output()
 
 
 @pytest.mark.nightly
@@ -108,7 +108,7 @@ def test_what_died_with_node_0_is_named(jobs: Jobs) -> None:
     first.await_event("iteration", iteration=5)
     first.kill()
     assert second.wait().code == exit_codes.RETRY, second.output()
-    assert "there is no file of stage 0 TP rank 0; go on from the last checkpoint" in second.log(1)
+    assert "missing: stage 0 TP rank 0; go on from the last checkpoint" in second.log(1)
     saved = second.run_dir / "emergency_checkpoint"
     assert len(list(saved.glob("iter_*/mp_rank_00_001/model_optim_rng.pt"))) == 1
     assert not (saved / "latest_checkpointed_iteration.txt").exists()
@@ -245,7 +245,7 @@ def test_a_node_whose_workers_are_refused_may_try_again(jobs: Jobs, tmp_path: Pa
         # Not `wait`: the other node's workers, who share the directory, go on.
         assert first.nursery.serve_until(lambda job=late: job.code is not None, time.monotonic() + 30.0)
         assert late.code == 2, late.output()
-        assert said in late.output() and "the job goes on without" in late.output()
+        assert said in late.output() and "the job goes on without them" in late.output()
         offer = first.run_dir / "returning" / "node_1.json"
         assert first.nursery.serve_until(offer.exists, time.monotonic() + 10.0), "its loss was not noticed"
     arguments += ["--num-workers", "1", "--log-interval", "4", "--load", str(tmp_path / "none")]
@@ -257,7 +257,7 @@ def test_a_node_whose_workers_are_refused_may_try_again(jobs: Jobs, tmp_path: Pa
     assert right.wait().code == 0, right.output()
     assert replicas(first) == [1, 2]
     causes = [event["cause"] for event in first.events("worker_dead")]
-    assert any("would not train what the job trains: --lr 0.003" in cause for cause in causes), causes
+    assert any("this worker differs from the job: --lr 0.003" in cause for cause in causes), causes
 
 
 THREE_SHARES: dict[str, Any] = {

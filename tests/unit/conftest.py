@@ -214,7 +214,7 @@ def changed_run() -> SyntheticRun:
     ])  # fmt: skip
     run.step(10)
     run.write("verdict", kind="compute", change="recovery", workers=[6], speed=1.0, since=26, iteration=29)
-    run.change("all workers are well: iterations 20 % shorter", whole)
+    run.change("all workers are healthy: iterations 20 % shorter", whole)
     run.step(10)
     run.finish()
     return run

@@ -111,13 +111,13 @@ class TestPlanning:
         [
             ({"resihp_strategy": "restart"}, "--resihp-strategy restart is none of them"),
             ({"resihp_strategy": "jiont"}, "--resihp-strategy jiont is none of them; do you mean joint. choose from"),
-            ({"resihp_carrier": "pigeon"}, "--resihp-carrier pigeon is none; choose from host, device"),
+            ({"resihp_carrier": "pigeon"}, "--resihp-carrier pigeon is not a carrier; choose from host, device"),
             ({"resihp_act": "sleep"}, "--resihp-act sleep is none of them; choose from observe, ask, act"),
             ({"resihp_act": "act"}, "needs a strategy that reacts to slow workers"),
-            ({"resihp_answer_timeout": 0.0}, "--resihp-answer-timeout 0 is no time to wait; give more than 0"),
-            ({"resihp_memory_reserve": 100.0}, "--resihp-memory-reserve 100 can't be; give a percentage from 0"),
-            ({"resihp_plan_wait": -1.0}, "--resihp-plan-wait -1 can't be; give 0 to 3600 seconds"),
-            ({"resihp_seconds_between_changes": float("nan")}, "--resihp-seconds-between-changes nan can't be"),
+            ({"resihp_answer_timeout": 0.0}, "--resihp-answer-timeout 0 is not a time to wait; give more than 0"),
+            ({"resihp_memory_reserve": 100.0}, "--resihp-memory-reserve 100 is invalid; give a percentage from 0"),
+            ({"resihp_plan_wait": -1.0}, "--resihp-plan-wait -1 is invalid; give 0 to 3600 seconds"),
+            ({"resihp_seconds_between_changes": float("nan")}, "--resihp-seconds-between-changes nan is invalid"),
         ],
     )
     def test_what_can_not_be(self, flags: dict[str, Any], said: str) -> None:

@@ -42,8 +42,9 @@ def test_usage_names_every_option_of_launch(usage: str) -> None:
     assert options and not {option for option in options if f"`{option}" not in usage}
 
 
-def test_usage_names_every_point_of_an_injection(usage: str) -> None:
-    assert not {point for point in INJECTION_POINTS if f"`{point}`" not in usage}
+def test_every_point_of_an_injection_is_named(repository: Path) -> None:
+    page = (repository / "docs" / "try.md").read_text()
+    assert not {point for point in INJECTION_POINTS if f"`{point}`" not in page}
 
 
 def test_planning_names_every_strategy(repository: Path) -> None:

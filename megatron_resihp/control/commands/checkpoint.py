@@ -41,15 +41,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `resihp checkpoint`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="of the job; may be one that has not begun")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run directory of a job, begun or not")
     parser.add_argument(
         "--newer-than",
         type=Path,
         metavar="CHECKPOINTS",
-        help="only a state of a later iteration than the last here, non-persistent ones included",
+        help="only a state that is later than the last checkpoint in this directory, non-persistent ones included",
     )
     parser.add_argument(
-        "--flags", action="store_true", help="print Megatron's flags, one a line, or nothing, and end with 0"
+        "--flags",
+        action="store_true",
+        help="print the Megatron flags to add, one per line, or nothing; ends with 0, "
+        "or with 2 if the last checkpoint's tracker can't be read",
     )
 
 
@@ -62,7 +65,7 @@ def run(namespace: argparse.Namespace) -> int:
         last = latest_in(checkpoints)
         if last is None and not _is_empty(checkpoints):
             tracker = checkpoints / TRACKER
-            print(f"resihp: {tracker} can't be read, so nobody knows which state is newer; mend it", file=sys.stderr)
+            print(f"resihp: {tracker} can't be read, so which state is newer is unknown; fix it", file=sys.stderr)
             return exit_codes.REFUSED
         if last is not None and found[1] <= last:
             return _nothing(namespace, f"{checkpoints} has iteration {last:,}, survivors saved {found[1]:,}")

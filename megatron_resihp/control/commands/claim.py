@@ -221,7 +221,8 @@ def _holder(path: Path, left: str, answers: Callable[[], bool]) -> str | None:
         if is_touched:
             return who
         if not announced:
-            print(f"resihp: {path.parent} was {who}'s {silent_s:.0f} s ago, waiting whether it still is", flush=True)
+            said = f"{path.parent} belonged to {who} {silent_s:.0f} s ago; waiting to see whether it still does"
+            print(f"resihp: {said}", flush=True)
             announced = True
         time.sleep(LOOK_S)
     return None

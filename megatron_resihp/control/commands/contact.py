@@ -41,7 +41,7 @@ def _address(text: object) -> Address:
     try:
         return parse_address(decode(str, text))
     except ValueError as error:
-        raise WrongValueError(f"is no address: {error}") from None
+        raise WrongValueError(f"is not an address: {error}") from None
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--standby", action="store_true", help="wait until the coordinator of the job that --control names is "
         "lost, and take its place")  # fmt: skip
     for name, default_s, meaning in (
-        ("heartbeat", usual.heartbeat_timeout_s, "give up nodes that are silent for longer"),
-        ("survivor", usual.survivor_timeout_s, "give up survivors of a failure that do not report for longer"),
+        ("heartbeat", usual.heartbeat_timeout_s, "silence after which nodes are declared dead"),
+        ("survivor", usual.survivor_timeout_s, "time in which survivors must report, or are declared dead"),
         (
             "connect",
             usual.connect_timeout_s,
@@ -42,8 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             help=f"{meaning} (default %(default)g)")  # fmt: skip
     add("--min-workers", type=int, default=usual.min_workers, metavar="N", help="when fewer than N workers survive, "
         "have them save what they hold and end (default: go on as long as there is a plan)")  # fmt: skip
-    add("--drain-deadline", type=float, default=usual.drain_deadline_s, metavar="SECONDS", help="what was told "
-        "to leave, by SIGTERM or resihp drain, and has not by then counts as dead (default %(default)g)")  # fmt: skip
+    add("--drain-deadline", type=float, default=usual.drain_deadline_s, metavar="SECONDS", help="how long "
+        "workers that were told to leave, by SIGTERM or resihp drain, may take before they count as dead (default "
+        "%(default)g)")  # fmt: skip
 
 
 def options_of(namespace: argparse.Namespace) -> LaunchOptions:

@@ -27,17 +27,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `resihp drain`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="of the job")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run directory of the job")
     parser.add_argument(
         "leaving",
         nargs="+",
         type=_named,
         metavar="node:RANK|worker:ID",
-        help="what is to leave; not node 0, if it leads",
+        help="nodes or workers that are to leave; not node 0 if it runs the coordinator",
     )
     parser.add_argument(
-        "--deadline", type=_seconds, metavar="SECONDS", help="what has not left by then counts as dead (default: the "
-        "--drain-deadline that the job was launched with)"
+        "--deadline", type=_seconds, metavar="SECONDS", help="how long they may take to leave before they count as "
+        "dead (default: the --drain-deadline that the job was launched with)"
     )  # fmt: skip
 
 
@@ -62,5 +62,5 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no time; give seconds, more than 0")
+        raise argparse.ArgumentTypeError(f"{text} is not a time; give seconds, more than 0")
     return seconds

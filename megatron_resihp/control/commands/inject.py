@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     clear = kinds.add_parser("clear", help="let all workers and links run at full speed again")
     clear.set_defaults(workers=[], factor="1")
     for kind in (slow, link, clear):
-        meaning = f"of the job (default: the newest in {RUNS} that runs)"
+        meaning = f"run directory of the job (default: the newest in {RUNS} that runs)"
         kind.add_argument("--run-dir", type=Path, metavar="DIR", help=meaning)
 
 
@@ -47,7 +47,7 @@ def run(namespace: argparse.Namespace) -> int:
 
 def _worker(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no worker id")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a worker id")
     return int(text)
 
 

@@ -62,13 +62,13 @@ def warnings_of(
     if found := _loopback(addresses(coordinator.host)):
         lines.append(
             f"{coordinator.host} resolves to {found} here, where other nodes can't reach it; give its address in "
-            "--coordinator, or mend /etc/hosts"
+            "--coordinator, or fix /etc/hosts"
         )
     own = socket.gethostname() if name is None else name
     if interface is None and GLOO not in environment and (found := _loopback(addresses(own))):
         lines.append(
             f"this node's name {own} resolves to {found}, where workers of other nodes can't reach those of this one; "
-            "give --interface NAME, or mend /etc/hosts"
+            "give --interface NAME, or fix /etc/hosts"
         )
     return lines
 

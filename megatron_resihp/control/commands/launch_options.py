@@ -109,9 +109,9 @@ class LaunchOptions:
 
 def add_control(add: Callable[..., Any]) -> None:
     """`--control`, of what runs the coordinator."""
-    add("--control", metavar="etcd://HOST:PORT,HOST:PORT/RUN", help="keep decisions in this etcd, too, under the name "
-        "RUN, and carry out nothing that is not there; ?lease=SECONDS behind it: how long a silent coordinator still "
-        "leads, 10 by default (default: only in the run directory)")  # fmt: skip
+    add("--control", metavar="etcd://HOST:PORT,HOST:PORT/RUN", help="also keep decisions in this etcd, under the name "
+        "RUN, and carry out none that etcd has not stored; append ?lease=SECONDS to say how long a silent coordinator "
+        "keeps its lease, 10 by default (default: decisions are only in the run directory)")  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -121,8 +121,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--nnodes", metavar="N", help="nodes of the job, or MIN:MAX: it begins with nodes 0 to MIN-1, and "
         "the others up to MAX-1 may be launched at any later time and join it (default 1)")  # fmt: skip
     add("--node-rank", type=int, metavar="RANK", help="this node's rank, from 0 (default 0)")
-    add("--coordinator", metavar="HOST:PORT", help="where node 0, or resihp coordinator, serves the control "
-        "plane; needed for several nodes")  # fmt: skip
+    add("--coordinator", metavar="HOST:PORT", help="address at which node 0, or resihp coordinator, serves the "
+        "control plane; the same on all nodes, and needed for several unless torchrun's flags give it")  # fmt: skip
     add_control(add)
     add("--interface", metavar="NAME", help="network interface that this node's workers use, for gloo and NCCL, such "
         "as eth0 (default: torch chooses)")  # fmt: skip
@@ -130,18 +130,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--logs", choices=MODES, help="workers' output: RUN_DIR/logs/worker_N.log, or lines marked "
         "[wN] on standard output, or both (default file)")  # fmt: skip
     for name, default_s, meaning in (
-        ("heartbeat", LaunchOptions.heartbeat_timeout_s, "give up workers and nodes that are silent for longer"),
-        ("notice", LaunchOptions.notice_timeout_s, "give up workers that are silent for longer after a failure"),
-        ("survivor", LaunchOptions.survivor_timeout_s, "give up survivors of a failure that do not report for longer"),
+        ("heartbeat", LaunchOptions.heartbeat_timeout_s, "silence after which workers and nodes are declared dead"),
+        ("notice", LaunchOptions.notice_timeout_s, "the same for workers once another one has failed"),
+        ("survivor", LaunchOptions.survivor_timeout_s, "time in which survivors must report, or are declared dead"),
         ("connect", LaunchOptions.connect_timeout_s, "how long nodes wait for each other at the start"),
     ):
         add(f"--{name}-timeout", type=float, metavar="SECONDS", help=f"{meaning} (default {default_s:g})")
-    add("--max-restarts", type=int, metavar="N", help="start each worker that died anew at most N times; "
-        "the others train on meanwhile and then take it in (default 0)")  # fmt: skip
+    add("--max-restarts", type=int, metavar="N", help="restart each dead worker at most N times; the others keep "
+        "training, and then admit it (default 0)")  # fmt: skip
     add("--min-workers", type=int, default=LaunchOptions.min_workers, metavar="N", help="when fewer than N workers "
         "survive, save what they hold and end (default: go on as long as there is a plan)")  # fmt: skip
-    add("--drain-deadline", type=float, default=LaunchOptions.drain_deadline_s, metavar="SECONDS", help="what was told "
-        "to leave, by SIGTERM or resihp drain, and has not by then counts as dead (default %(default)g)")  # fmt: skip
+    add("--drain-deadline", type=float, default=LaunchOptions.drain_deadline_s, metavar="SECONDS", help="how long "
+        "workers that were told to leave, by SIGTERM or resihp drain, may take before they count as dead (default "
+        "%(default)g)")  # fmt: skip
     add("--stand-in", action="store_true", help="train on CPUs, with a stand-in for CUDA")
     torchrun_flags.add_flags(parser)
     add("script", metavar="SCRIPT", help="training script; all that follows belongs to it")
@@ -228,7 +229,7 @@ def workers_of(text: str, count: Callable[[str], int]) -> int:
         try:
             return int(text)
         except ValueError:
-            raise LaunchError(f"--nproc-per-node {text} is no number; give one, or gpu, cpu or auto") from None
+            raise LaunchError(f"--nproc-per-node {text} is not a number; give one, or gpu, cpu or auto") from None
     found = count(text)
     if found < 1:
         raise LaunchError(f"--nproc-per-node {text}: this machine shows no GPU; give how many workers each node has")
@@ -270,15 +271,15 @@ def check(options: LaunchOptions) -> None:
     if (wrong := interface.problem(options.interface)) is not None:
         raise LaunchError(wrong)
     if options.max_restarts < 0:
-        raise LaunchError(f"--max-restarts {options.max_restarts} is no number of restarts; give 0 or more")
+        raise LaunchError(f"--max-restarts {options.max_restarts} is not a number of restarts; give 0 or more")
     if not 1 <= options.min_workers <= options.size.workers:
         mend = f"give 1 to {options.size.workers}, the workers at the start"
-        raise LaunchError(f"--min-workers {options.min_workers} can't be; {mend}")
+        raise LaunchError(f"--min-workers {options.min_workers} is invalid; {mend}")
     for name in (*(f"{name}-timeout" for name in TIMEOUTS), "drain-deadline"):
         seconds = getattr(options, f"{name.replace('-', '_')}_s")
         if not 0 < seconds <= LONGEST_WAIT_S:
             mend = f"give more than 0 and at most {LONGEST_WAIT_S:.0f} seconds, a week"
-            raise LaunchError(f"--{name} {seconds:g} can't be; {mend}")
+            raise LaunchError(f"--{name} {seconds:g} is invalid; {mend}")
     if most_nodes > 1 and options.run_dir is None:
         raise LaunchError("several nodes need one run directory; give all of them the same --run-dir")
     if options.standby and options.control is None:
@@ -290,7 +291,7 @@ def check(options: LaunchOptions) -> None:
         return
     script = Path(options.command[0])
     if not script.is_file():
-        raise LaunchError(f"{script} {'is no file' if script.exists() else 'does not exist'}; give a Python script")
+        raise LaunchError(f"{script} {'is not a file' if script.exists() else 'does not exist'}; give a Python script")
 
 
 def _check_module(name: str) -> None:

@@ -129,7 +129,7 @@ def _launch(options: LaunchOptions, spawn: Spawn, make_event_sink: MakeEventSink
             workers = starter.start_all(seat.numbers)
         except OSError as error:
             give_back(options, seat)
-            raise LaunchError(f"a worker cannot be started ({error}); mend that and try again") from error
+            raise LaunchError(f"a worker cannot be started ({error}); fix that and try again") from error
         # From here on there are threads.
         outputs.start()
         if seat.token:

@@ -91,7 +91,7 @@ def _settings(text: str) -> dict[str, str]:
     """--rdzv-conf: KEY=VALUE, with commas between them."""
     pairs = [pair.partition("=") for pair in text.split(",") if pair.strip()]
     if not all(key.strip() and equals for key, equals, _ in pairs):
-        raise TorchrunError(f"--rdzv-conf {text} is not KEY=VALUE,KEY=VALUE; mend it, or leave it out")
+        raise TorchrunError(f"--rdzv-conf {text} is not KEY=VALUE,KEY=VALUE; fix it, or leave it out")
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
@@ -100,7 +100,7 @@ def _seconds(settings: Mapping[str, str]) -> float | None:
     try:
         return None if text is None else float(text)
     except ValueError:
-        raise TorchrunError(f"--rdzv-conf says to wait {text}, which is no number; give seconds") from None
+        raise TorchrunError(f"--rdzv-conf says to wait {text}, which is not a number; give seconds") from None
 
 
 def _address(said: Mapping[str, Any], backend: str, nodes: int) -> Address | None:

@@ -26,9 +26,9 @@ UNUSABLE: Final = 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `resihp replay`."""
-    parser.add_argument("place", metavar="RUN_DIR", help="of the job, which may still run; or where launch --control "
-        "had its decisions kept")  # fmt: skip
-    parser.add_argument("--steps", action="store_true", help="print each step, also such that changed nothing")
+    parser.add_argument("place", metavar="RUN_DIR", help="run directory of the job, which may still run; or where "
+        "launch --control had its decisions kept")  # fmt: skip
+    parser.add_argument("--steps", action="store_true", help="print every step, including those that changed nothing")
 
 
 def run(namespace: argparse.Namespace) -> int:

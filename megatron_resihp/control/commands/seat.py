@@ -135,7 +135,7 @@ def _listener(options: LaunchOptions, address: Address, stack: ExitStack) -> soc
     except ElsewhereError:
         if options.alone or options.run_dir is None:
             raise
-        say(f"resihp: {address.host} is no address of this machine, so node 0 joins resihp coordinator there")
+        say(f"resihp: {address.host} is not an address of this machine, so node 0 joins resihp coordinator there")
     except TakenError:
         if options.alone or not _is_held_apart(options.run_dir, address):
             raise

@@ -15,7 +15,7 @@ from megatron_resihp.protocol.messages import EndRequest
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `resihp stop`."""
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="of the job")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run directory of the job")
     parser.add_argument(
         "--save", action="store_true", help="only if its state is saved as it ends: a job without Megatron's --save "
         "goes on, with a line that says so"

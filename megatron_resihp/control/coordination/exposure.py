@@ -97,7 +97,7 @@ def _idle(shape: JobShape, workers: int) -> str | None:
 def in_words(nodes: int, found: Exposure, fewest: int = 0) -> str:
     """One line for people. `nodes`: of the job; `fewest`: as of `exposure`."""
     said = _losses(nodes, found, fewest)
-    return "; ".join([said, *([f"to mend that, {found.mend}"] if found.mend else []), *filter(None, [found.idle])])
+    return "; ".join([said, *([f"to avoid that, {found.mend}"] if found.mend else []), *filter(None, [found.idle])])
 
 
 def _losses(nodes: int, found: Exposure, fewest: int) -> str:

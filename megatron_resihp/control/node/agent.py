@@ -176,7 +176,7 @@ class Agent:
         try:
             worker = self._starter.start(number + self._starter.slots)
         except OSError as error:
-            warn(f"resihp: worker {number} can't be started anew ({error}); the job goes on without")
+            warn(f"resihp: worker {number} can't be restarted ({error}); the job goes on without it")
             return
         self._processes.add(worker)
         self._link.post(WorkerRestarted(worker.number, number, time.time()))
@@ -184,8 +184,8 @@ class Agent:
     def _leave(self) -> None:
         if not self._processes.living():
             code = max(worker.code or 0 for worker in self._processes.all())
-            ending = Ending(max(code, exit_codes.FAILED), "all workers of this node failed; the job goes on without")
-            self._end(ending, time.monotonic())
+            why = "all workers of this node failed; the job goes on without them"
+            self._end(Ending(max(code, exit_codes.FAILED), why), time.monotonic())
 
     def _take_note(self, finding: Finding, now: float) -> None:
         worker = self._processes[finding.name]

@@ -91,7 +91,7 @@ def _checked(
         counts = f"{asked.micro_batch_count} micro-batches, the job has {current.micro_batch_count}"
         raise ChangeRefused(f"the plan has {counts} in a global batch")
     if asked.uneven_shards:
-        raise ChangeRefused("the plan has members of a stage hold unlike shards, which can't be run")
+        raise ChangeRefused("the plan has members of a stage hold unequal shards, which can't be run")
     try:
         working = trimmed(spelled_out(replace(asked, standbys={}), own))
     except PlanError as error:

@@ -42,7 +42,7 @@ class Speeds:
         """Which of these workers are slow, and which links between them."""
         slow = [f"worker {worker} at {speed:.2f}" for worker, speed in sorted(self.of(workers).items()) if speed < 1.0]
         links = [f"link {one}-{other} at {speed:.2f}" for (one, other), speed in sorted(self.links(workers).items())]
-        return ", ".join([*slow, *links]) or "all workers are well"
+        return ", ".join([*slow, *links]) or "all workers are healthy"
 
 
 def _with(known: Mapping[Any, float], key: Any, speed: float) -> dict[Any, float]:

@@ -201,7 +201,7 @@ class Answer:
                 major = hello[len(GREETING) : len(VERSION)].decode(errors="replace")
                 mend = "give all nodes, and where commands are given, the same installation"
                 raise OtherVersionError(f"speaks protocol {major!r}, this process {MAJOR}; {mend}")
-            raise ForeignError("it is no coordinator")
+            raise ForeignError("it is not a coordinator")
         self._words = _Words(self._key, self._purpose, hello[len(VERSION) :] + self._nonce, self._who)
         return self._nonce + WHO.pack(self._who) + self._words.word(CLIENTS_PROOF)
 

@@ -106,7 +106,7 @@ def reserve(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRNOTAVAIL:
-            raise ElsewhereError(f"{host} is no address of this machine; give one that is") from error
+            raise ElsewhereError(f"{host} is not an address of this machine; give one that is") from error
         kind = TakenError if error.errno == errno.EADDRINUSE else StoreError
         raise kind(f"cannot serve the store on port {port} ({error.strerror})") from error
     return listener

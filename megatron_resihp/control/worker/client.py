@@ -148,7 +148,7 @@ class WorkerControl:
             if self.worker in decision.leaving:
                 raise JobEnded(0, "it was told to leave")
             if self.worker not in decision.plan.members:
-                raise JobEnded(exit_codes.FENCED, "this worker was given up for dead and is fenced")
+                raise JobEnded(exit_codes.FENCED, "this worker was declared dead and is fenced")
             self.members = decision.plan.members
         self.heard.epoch = epoch
         self.channel.heard_of_all()

@@ -76,7 +76,7 @@ def check_in(store: Store, own: Identity, joining: bool) -> Settings:
     if unlike:
         more = f" and {len(unlike) - NAMED} more" if len(unlike) > NAMED else ""
         raise UnlikeError(
-            f"this worker would not train what the job trains: {', '.join(unlike[:NAMED])}{more}; start it with what "
+            f"this worker differs from the job: {', '.join(unlike[:NAMED])}{more}; start it with what "
             "the job was started with"
         )
     return told.in_step

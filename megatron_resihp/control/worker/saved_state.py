@@ -68,8 +68,8 @@ class LastSave:
             return f"the state after iteration {self.iteration} is saved, all of it; {how}"
         shards = ", ".join([*(f"stage {stage} TP rank {tp_rank}" for stage, tp_rank in self.missing), *self.gaps])
         return (
-            f"the state after iteration {self.iteration} is saved as far as survivors hold it, which no start can "
-            f"load: there is no file of {shards}; go on from the last checkpoint"
+            f"survivors saved what they hold of the state after iteration {self.iteration}, which is not enough to "
+            f"resume; missing: {shards}; go on from the last checkpoint"
         )
 
 

@@ -64,7 +64,7 @@ def load(path: Path) -> CostModel:
     try:
         return _model(decode(_Written, data, FILE))
     except WrongValueError as error:
-        raise CostModelError(f"{path} is no complete cost model ({error}); {MEND}") from None
+        raise CostModelError(f"{path} is not a complete cost model ({error}); {MEND}") from None
 
 
 def read(path: Path) -> Any:

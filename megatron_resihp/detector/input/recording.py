@@ -114,7 +114,8 @@ class _Extent(NamedTuple):
 def _scan(file: BinaryIO, path: Path) -> _Extent:
     file.seek(0)
     if file.read(len(_MAGIC)) != _MAGIC:
-        raise RecordingError(f"{path} is no recording of this version; remove it, or give the directory of another run")
+        why = f"{path} is not a recording of this version"
+        raise RecordingError(f"{why}; remove it, or give the directory of another run")
     size = file.seek(0, 2)
     run, end = 0, len(_MAGIC)
     while size - end >= _FRAME.size:
@@ -149,7 +150,7 @@ def _layout(data: Mapping[str, Any], path: Path) -> Layout:
     try:
         layout: Layout = decode(Layout, data, FILE)
         if layout.links.size % 2:
-            raise WrongValueError("are no pairs", "links")
+            raise WrongValueError("are not pairs", "links")
     except WrongValueError as error:
         raise RecordingError(f"{path} holds a damaged layout ({error}); give the directory of another run") from None
     return replace(layout, links=layout.links.reshape(-1, 2))

@@ -254,7 +254,7 @@ def _chunks(path: Path) -> Iterator[tuple[list[int], Mapping[str, Sequence[Any]]
     except OSError as error:
         raise TableError(f"{path} cannot be read ({error.strerror}); give another file") from None
     except (UnicodeDecodeError, csv.Error) as error:
-        raise TableError(f"{path} is no text table ({error}); give another file") from None
+        raise TableError(f"{path} is not a text table ({error}); give another file") from None
 
 
 def _json_chunks(file: Iterator[str]) -> Iterator[tuple[list[int], Mapping[str, Sequence[Any]]]]:

@@ -107,7 +107,7 @@ def meet_in(open_connection: Callable[[], Connection]) -> None:
         if timeout is not None:
             store.set_timeout(timeout)
         yield store, int(said.get("rank", os.environ["RANK"])), int(said.get("world_size", os.environ["WORLD_SIZE"]))
-        raise RuntimeError("the group can't meet anew")
+        raise RuntimeError("the group can't meet again")
 
     # The package has a function of the module's name.
     importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers["env"] = meet

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from megatron_resihp.integration.check.script import ScriptFlags
 
 EPILOG: Final = """\
-Give what you would give to `resihp launch`. The exit code is 0 if the job would be let in, and 2 if it would be
+Give what you would give to `resihp launch`. The exit code is 0 if the job would be accepted, and 2 if it would be
 refused.
 
   resihp check --nnodes 2 --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ... --resihp
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
     parser.add_argument(
-        "--memory-gib", type=float, metavar="GIB", help="of each GPU, to say whether plans fit (default: not said)"
+        "--memory-gib", type=float, metavar="GIB", help="memory of each GPU: then it says whether plans fit"
     )
     launch_options.add_arguments(parser)
 

@@ -72,7 +72,7 @@ def read_command_line(words: Sequence[str], workers: int, defaults: Mapping[str,
                 examined, unfinished = _examined(args, dict(defaults))
     except SystemExit:
         last = (said.getvalue().splitlines() or ["--help is among the flags"])[-1]
-        return CommandLine(None, None, (), (f"Megatron's parser ends the script: {last}; mend that",))
+        return CommandLine(None, None, (), (f"Megatron's parser ends the script: {last}; fix that",))
     finally:
         undo_all([ours])
     return CommandLine(examined, given, tuple(unknown), tuple(refusals), unfinished)
@@ -85,7 +85,7 @@ def _examined(args: argparse.Namespace, defaults: dict[str, Any]) -> tuple[Exami
     try:
         return examine(arguments.validate_args, args, defaults), None
     except Exception as error:
-        problem = f"Megatron's own validation fails: {type(error).__name__}: {error}; mend that"
+        problem = f"Megatron's own validation fails: {type(error).__name__}: {error}; fix that"
         return Examined(ResihpConfig.from_namespace(args), (problem,), None), None
 
 

@@ -54,8 +54,8 @@ class Findings:
         yield from _section("notes", self.notes)
         yield from _section("refused", self.refusals)
         number = len(self.refusals)
-        why = f"{number} thing{'s keep' if number > 1 else ' keeps'} it out, see above"
-        end = "the job would be let in; no flag is changed" if self.let_in else f"the job would be refused: {why}"
+        why = f"{number} reason{'s' if number > 1 else ''}, see above"
+        end = "the job would be accepted; no flag is changed" if self.let_in else f"the job would be refused: {why}"
         yield f"resihp: {end}"
 
 

@@ -34,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `resihp emergency`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="of the job whose survivors have saved")
+    parser.add_argument(
+        "run_dir", type=Path, metavar="RUN_DIR", help="run directory of the job whose survivors have saved"
+    )
 
 
 def run(namespace: argparse.Namespace) -> int:
@@ -83,7 +85,7 @@ def _what_is_missing(group: Group, gaps: tuple[str, ...], others: list[Group]) -
     few = "; ".join(gaps[:8]) + (f"; and {len(gaps) - 8} more" if len(gaps) > 8 else "")
     also = ", ".join(f"{other.iteration:,}" for other in others)
     more = f"; files of other iterations, epochs or runs are never mixed with these: {also}" if others else ""
-    return f"of the state after iteration {group.iteration:,} no file holds: {few}{more}"
+    return f"the saved state after iteration {group.iteration:,} lacks: {few}{more}"
 
 
 def _fail(why: str) -> int:

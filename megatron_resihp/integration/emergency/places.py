@@ -111,7 +111,7 @@ def places_of(base: ShardedTensor | ShardedTensorFactory) -> Iterator[Place]:
     for part in made:
         data = whole if part is base else part.data
         if data is not whole and data._base is not whole:
-            raise ValueError(f"{part.key} is no part of a parameter as it is")
+            raise ValueError(f"{part.key} is not part of a parameter as it is")
         shape = tuple(data.shape)
         yield Place(
             part.key, View(shape, tuple(data.stride()), int(data.storage_offset())), tuple(part.global_shape),

@@ -118,7 +118,7 @@ def _save_alone(runtime: Runtime, own: Standing, why: str, base: Path) -> None:
     apply_commit(runtime, commit)
     order = EmergencyCheckpointOrder(runtime.epoch, why, commit, {runtime.worker: own.held}, (), entire=True)
     write_state(runtime, order, directory)
-    _say(runtime, f"was after iteration {commit.iteration}, others were not: what it saved is no part of theirs")
+    _say(runtime, f"was after iteration {commit.iteration}, others were not: what it saved is not part of theirs")
 
 
 def _directory(runtime: Runtime, base: Path) -> str:

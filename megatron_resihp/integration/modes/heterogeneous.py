@@ -231,7 +231,7 @@ def _tell_of_lost_overlap(own: dict[str, Any]) -> None:
     if lost:
         named = " and ".join(f"--{name.replace('_', '-')}" for name in lost)
         what = ", and ".join(LOST_OVERLAP[name] for name in lost)
-        print(f"resihp: under this plan's unlike replicas {named} can't be followed: {what}", flush=True)
+        print(f"resihp: under this plan, whose replicas differ, {named} can't be followed: {what}", flush=True)
 
 
 def _schedule_call(call: dict[str, Any]) -> ScheduleCall:

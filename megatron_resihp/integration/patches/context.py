@@ -37,4 +37,4 @@ def _check_ours(config: ResihpConfig, given: str, what: str) -> None:
     }
     found = next((flag for flag, is_given in unknown.items() if is_given), None)
     if found is not None:
-        raise ConfigError(f"{found} doesn't know of {what} that replicas share; leave it or {given} out")
+        raise ConfigError(f"{found} doesn't know of {what} that replicas share; leave out this flag or {given}")

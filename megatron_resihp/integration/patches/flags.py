@@ -190,7 +190,7 @@ def _check_own_flags(config: ResihpConfig, world_size: int) -> None:
     except (PlanError, ChangeRefused) as error:
         raise ConfigError(f"--resihp-plan: {error}") from error
     except ProfileError as error:
-        raise ConfigError(f"--resihp-emulate: {error}; docs/usage.md says what is in a profile") from error
+        raise ConfigError(f"--resihp-emulate: {error}; docs/try.md says what is in a profile") from error
 
 
 def unsupported(args: argparse.Namespace) -> list[str]:

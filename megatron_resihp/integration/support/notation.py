@@ -39,7 +39,7 @@ def unread(place: str, names: str, *, in_018: str = "") -> Rows:
     return _rows(names, evidence=Evidence.INERT, **_shown(place, in_018), unread=True)
 
 
-def refused(names: str, why: str, instead: str = "leave it or --resihp out") -> Rows:
+def refused(names: str, why: str, instead: str = "leave out this flag or --resihp") -> Rows:
     """These are refused: why, and what to do instead."""
     return _rows(names, why=why, instead=instead)
 

@@ -43,12 +43,12 @@ def markdown(flags: Mapping[str, str]) -> str:
 
 
 def _others(flags: Mapping[str, str]) -> str:
-    """What other releases lack, and have besides."""
+    """What other releases lack, and what only they have."""
     parts = ["## Other releases\n"]
     for release in sorted(LACKING.keys() - {RELEASE}):
         lacking = ", ".join(f"`{flags[name]}`" for name in sorted(LACKING[release] & flags.keys()))
         more = ", ".join(f"`--{name.replace('_', '-')}`" for name in sorted(LACKING[RELEASE] - LACKING[release]))
-        besides = f"Megatron {release} has {more} besides, which do nothing without a flag that is refused."
+        besides = f"Megatron {release} also has {more}, which do nothing without a flag that is refused."
         parts += [_filled(f"Megatron {release} lacks {lacking}."), _filled(besides)]
     return "\n".join(parts)
 

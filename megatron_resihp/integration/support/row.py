@@ -147,7 +147,7 @@ class NotBeside:
 
     def said(self, flags: Mapping[str, str]) -> str:
         """The same for a table."""
-        return "not with " + ", ".join(f"`{flags[each.other]}`" for each in self.clashes)
+        return "above 1, not with some values of " + ", ".join(f"`{flags[each.other]}`" for each in self.clashes)
 
 
 Condition = Only | Needs | NotWith | Together | NotBeside

@@ -61,5 +61,6 @@ def refusals(values: Mapping[str, Any], defaults: Mapping[str, Any], flags: Mapp
         flags: how each argument is spelled on the command line.
     """
     complete = {**defaults, **values}
-    rows = (TABLE.get(name) or Row(name, why=UNKNOWN, instead="leave it or --resihp out") for name in sorted(defaults))
+    instead = "leave out this flag or --resihp"
+    rows = (TABLE.get(name) or Row(name, why=UNKNOWN, instead=instead) for name in sorted(defaults))
     return [line for row in rows if (line := row.refusal(complete, defaults, flags))]

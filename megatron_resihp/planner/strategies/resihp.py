@@ -47,7 +47,7 @@ def resihp(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
     """
     stages = {len(replica.stages) for replica in plan.replicas}
     if len(stages) != 1:
-        raise NoPlanError(f"resihp needs replicas of equally many stages, not {sorted(stages)}")
+        raise NoPlanError(f"resihp-paper needs replicas with the same number of stages, not {sorted(stages)}")
     if _nothing_to_do(plan, health):
         return plan
     given, plan = plan, spelt_out(plan, cost)
@@ -62,7 +62,7 @@ def resihp(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
         if layout is not None:
             dealt.append((layout, *_deal(layout, health, cost)))
     if not dealt:
-        raise NoPlanError("resihp: no split of the layers fits into the memory of the groups that are left")
+        raise NoPlanError("resihp-paper: no split of the layers fits into the memory of the groups that are left")
     layout, counts, outcome = min(dealt, key=lambda each: each[2].makespan)
     replicas, migrations = _replicas(layout, counts, outcome, _schedule_of(plan))
     following = next_plan(replicas, plan, health, cost, migrations)
@@ -126,7 +126,7 @@ def _without_dead(grouping: Grouping, cost: JobCost) -> Grouping:
         rows = sorted(rows, key=lambda row: -sum(map(len, row)))[: cost.micro_batches]
     stages = [stage for stage in range(len(grouping.groups[0])) if any(row[stage] for row in rows)]
     if not stages:
-        raise NoPlanError("resihp: no worker is left")
+        raise NoPlanError("resihp-paper: no worker is left")
     groups = tuple(tuple(row[stage] for stage in stages) for row in rows)
     live = (*grouping.free, *(worker for row in grouping.groups for group in row for worker in group))
     return Grouping(groups, _left_over(live, groups))

@@ -28,7 +28,7 @@ def render(found: Detection, console: Console) -> None:
                       highlight=False)  # fmt: skip
     if found.restarts:
         rows = listing(found.restarts[:MOST_LEFT_OUT]) + (" …" if len(found.restarts) > MOST_LEFT_OUT else "")
-        console.print(f"the numbering begins anew at row {rows}: each start is judged as a segment of its own",
+        console.print(f"the numbering starts again at row {rows}: each start is judged as a segment of its own",
                       highlight=False)  # fmt: skip
     if result.unknown:
         console.print(f"unknown, not slow: {count(result.unknown, 'iteration')} with a workload outside what had been "

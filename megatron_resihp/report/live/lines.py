@@ -68,7 +68,7 @@ def _worker_restarted(event: WorkerRestarted, places: Places) -> list[str]:
 
 @lines_of.register
 def _worker_waiting(event: WorkerWaiting, places: Places) -> list[str]:
-    return [f"worker {event.waiting} is ready to be taken in"]
+    return [f"worker {event.waiting} is ready to join"]
 
 
 @lines_of.register
@@ -135,7 +135,7 @@ def _plan_change(event: PlanChange, places: Places) -> list[str]:
 
 @lines_of.register
 def _change_refused(event: ChangeRefused, places: Places) -> list[str]:
-    return [f"no change of the plan, {event.why}: {event.reason}"]
+    return [f"change of plan refused ({event.why}): {event.reason}"]
 
 
 @lines_of.register
@@ -160,12 +160,12 @@ def _planned(event: Planned, places: Places) -> list[str]:
 
 @lines_of.register
 def _would_change(event: WouldChange, places: Places) -> list[str]:
-    return [f"another plan would pay: {event.why}; --resihp-act act would take it"]
+    return [f"another plan would pay off: {event.why}; --resihp-act act would take it"]
 
 
 @lines_of.register
 def _proposal(event: Proposal, places: Places) -> list[str]:
-    return [f"another plan would pay: {event.why}; see `resihp apply`: {event.path}"]
+    return [f"another plan would pay off: {event.why}; see `resihp apply`: {event.path}"]
 
 
 @lines_of.register
@@ -217,9 +217,9 @@ def _verdict(event: Verdict, places: Places) -> list[str]:
 def _suspicion(event: Suspicion, places: Places) -> list[str]:
     workers = listing(worker_at(worker, places) for worker in event.workers)
     if event.tested:
-        return [f"iteration {event.iteration}: the test of {workers} found no slow worker; they stay under suspicion"]
+        return [f"iteration {event.iteration}: the test of {workers} found no slow worker; they remain suspects"]
     slow = f"one of {workers} runs at {100 * event.speed:.0f} % of its healthy speed"
-    return [f"iteration {event.iteration}: {slow}; they are tested"]
+    return [f"iteration {event.iteration}: {slow}; testing them now"]
 
 
 @lines_of.register

@@ -40,21 +40,27 @@ def add_size_arguments(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--tp", type=int, metavar="N", help="tensor-parallel degree (default 1)")
     job.add_argument("--pp", type=int, metavar="N", help="pipeline stages (default 1)")
     job.add_argument("--dp", type=int, metavar="N", help="replicas (default: as many as --gpus gives)")
-    job.add_argument("--micro-batches", type=int, metavar="N", help="of a global batch (default 64)")
+    job.add_argument("--micro-batches", type=int, metavar="N", help="micro-batches of a global batch (default 64)")
     job.add_argument("--micro-batch-size", type=int, metavar="N", help="samples in each (default 1)")
     job.add_argument("--seq-length", type=int, metavar="N", help="tokens of a sample (default 4096)")
-    job.add_argument("--recompute", choices=("none", "selective", "full"), help="of activations (default none)")
+    job.add_argument(
+        "--recompute", choices=("none", "selective", "full"), help="which activations to recompute (default none)"
+    )
     job.add_argument("--sequence-parallel", action="store_true", default=None, help="as in Megatron")
     job.add_argument("--distributed-optimizer", action="store_true", default=None, help="as in Megatron")
     device = parser.add_argument_group("the devices")
     device.add_argument("--workers-per-node", type=int, metavar="N", help="default 8, or as RUN_DIR says")
-    device.add_argument("--memory-gib", type=float, default=80.0, metavar="GIB", help="of each GPU (default 80)")
+    device.add_argument("--memory-gib", type=float, default=80.0, metavar="GIB", help="memory of each GPU (default 80)")
     device.add_argument(
         "--memory-reserve", type=float, metavar="PERCENT",
-        help=f"of it that plans leave free (default {MEMORY_RESERVE:g}, or as RUN_DIR says)",
+        help=f"percent of GPU memory that plans leave free (default {MEMORY_RESERVE:g}, or as RUN_DIR says)",
     )  # fmt: skip
-    device.add_argument("--tflops", type=float, default=312.0, metavar="X", help="peak (default %(default)g)")
-    device.add_argument("--gbps", type=float, default=25.0, metavar="X", help="Gb/s of each GPU to others (default 25)")
+    device.add_argument(
+        "--tflops", type=float, default=312.0, metavar="X", help="peak TFLOP/s of each GPU (default %(default)g)"
+    )
+    device.add_argument(
+        "--gbps", type=float, default=25.0, metavar="X", help="bandwidth of each GPU to others, in Gbit/s (default 25)"
+    )
 
 
 def add_uneven_argument(group: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:

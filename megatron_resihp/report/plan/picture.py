@@ -34,7 +34,7 @@ def draw(situation: Situation, answer: Answer, path: Path) -> None:
     if answer.plan is None:
         raise ValueError("there is no plan to draw")
     before = Health(dict.fromkeys(situation.plan.members, 1.0) | _alive(situation))
-    title = "before" if not situation.lost else "before, as if the dead workers were well"
+    title = "before" if not situation.lost else "before, as if the dead workers were healthy"
     parts = [(title, situation.plan, before), (f"after, by {answer.strategy}", answer.plan, situation.health)]
     rows = [sum(len(r.stages) for r in plan.replicas[:MOST_REPLICAS]) for _, plan, _ in parts]
     figure = Figure(figsize=(10.0, 1.6 + 0.24 * sum(rows)), dpi=150, facecolor="white", layout="constrained")

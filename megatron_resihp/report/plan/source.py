@@ -155,7 +155,7 @@ def _replicas(namespace: argparse.Namespace) -> int:
         raise SourceError(f"{namespace.gpus} GPUs are too few for one replica of TP {namespace.tp} × PP {namespace.pp}")
     if namespace.gpus != size * (namespace.dp or replicas):
         layout = f"TP {namespace.tp} × PP {namespace.pp}"
-        wrong = f"not {layout} × DP {namespace.dp}" if namespace.dp else f"no multiple of {layout}"
+        wrong = f"not {layout} × DP {namespace.dp}" if namespace.dp else f"not a multiple of {layout}"
         raise SourceError(f"{namespace.gpus} GPUs are {wrong}")
     return int(namespace.dp or replicas)
 

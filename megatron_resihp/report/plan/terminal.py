@@ -53,7 +53,7 @@ def _state(situation: Situation) -> str:
         f"slow: {', '.join(slow[:8])}{', …' if len(slow) > 8 else ''}" if slow else "",
         f"slow links: {', '.join(links[:8])}{', …' if len(links) > 8 else ''}" if links else "",
     ]
-    return "; ".join(filter(None, said)) or "all workers are well"
+    return "; ".join(filter(None, said)) or "all workers are healthy"
 
 
 def _rate(evaluation: Evaluation | None) -> str:

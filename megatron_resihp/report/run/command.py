@@ -75,13 +75,13 @@ def _report(namespace: argparse.Namespace) -> RunSummary:
 def _load(run_dir: Path) -> RunSummary:
     path = run_dir / FILE_NAME
     if not run_dir.is_dir():
-        raise _BadInput(f"{run_dir} is no directory; give the run directory that `resihp launch` was told to use")
+        raise _BadInput(f"{run_dir} is not a directory; give the run directory that `resihp launch` was told to use")
     try:
         found = read_events(path)
     except FileNotFoundError:
         raise _BadInput(f"{run_dir} has no {FILE_NAME}; give the run directory of a started run") from None
     except OSError as error:
-        raise _BadInput(f"{path} cannot be read ({error.strerror}); mend that and try again") from None
+        raise _BadInput(f"{path} cannot be read ({error.strerror}); fix that and try again") from None
     unreadable = len(found.malformed) + found.truncated
     if not found.events and not found.ignored:
         state = f"holds nothing but {unreadable} unreadable line(s)" if unreadable else "is empty"

@@ -23,7 +23,7 @@ def headline(summary: RunSummary) -> str:
     back = [f"{len(summary.came_back)} came back"] if summary.came_back else []
     joined = [f"{count(len(summary.joined), 'worker')} joined"] if summary.joined else []
     chosen = sum(plan.by_choice for plan in summary.plans)
-    changes = [f"{count(chosen, 'change')} of plan by choice"] if chosen else []
+    changes = [count(chosen, "voluntary change of plan", "voluntary changes of plan")] if chosen else []
     return "; ".join([_progress(summary), recoveries, deaths, *back, *joined, *changes, samples(summary)])
 
 

@@ -119,7 +119,7 @@ def _verdicts(verdicts: Sequence[Finding]) -> list[Mark]:
     for found in verdicts:
         name = "link " if found.kind == "link" else "worker "
         name += "–".join(map(str, found.workers))
-        now = "well again" if found.change == "recovery" else f"at {100 * found.speed:.0f} %"
+        now = "healthy again" if found.change == "recovery" else f"at {100 * found.speed:.0f} %"
         together.setdefault(found.since - 1, []).append(f"{name} {now}")
     return [
         Mark(after, MarkKind.VERDICT, ", ".join(told), told[0] if len(told) == 1 else f"{len(told)} verdicts")

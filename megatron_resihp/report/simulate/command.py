@@ -33,8 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategies", nargs="+", default=[], metavar="NAME", help="which ones (default: all)")
     parser.add_argument("--orders", type=int, metavar="N", help="random orders of failures (default 1)")
     parser.add_argument(
-        "--micro-batches", type=int, default=64, metavar="N", help="of published experiments (default 64)"
-    )
+        "--micro-batches", type=int, default=64, metavar="N",
+        help="micro-batches of a global batch in published experiments (default 64)",
+    )  # fmt: skip
     parser.add_argument("--free", action="store_true", help="let strategies choose the layout at the start, too")
     parser.add_argument("--measure-planning", action="store_true", help="charge planning times as measured here")
     parser.add_argument(

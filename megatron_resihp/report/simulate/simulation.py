@@ -92,12 +92,12 @@ def _scenario(namespace: argparse.Namespace, published: Published) -> Scenario:
     path = Path(namespace.scenario)
     if not path.is_file():
         if path.suffix == ".json":
-            raise BadInput(f"{path} is no file; give a scenario, or a published name (--list)")
+            raise BadInput(f"{path} is not a file; give a scenario, or a published name (--list)")
         return published.scenario(namespace.scenario, namespace.orders or 1, namespace.micro_batches)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise BadInput(f"{path} is no JSON: {error}") from None
+        raise BadInput(f"{path} is not JSON: {error}") from None
     return scenario_of(data, namespace.orders)
 
 

@@ -22,7 +22,7 @@ def render(found: Simulation, console: Console) -> None:
     console.print(
         f"  {scenario.sizes.workers:,} workers for {duration(scenario.traces[0].duration_s)}, {events:g} events, "
         f"{count(len(scenario.traces), 'order')} of failures, {found.capacity:.1%} of the speed left on average, "
-        f"{rate(found.healthy_samples_per_s)} samples/s with all workers well",
+        f"{rate(found.healthy_samples_per_s)} samples/s with all workers healthy",
         soft_wrap=True,
     )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))

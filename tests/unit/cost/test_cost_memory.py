@@ -231,7 +231,7 @@ class TestChecks:
 
     def test_uneven_shards_have_to_be_marked(self) -> None:
         plan = replace(TestUnevenPlans.plan, uneven_shards=False)
-        with pytest.raises(PlanError, match="unlike shards, and the plan isn't marked so"):
+        with pytest.raises(PlanError, match="unequal shards, and the plan isn't marked so"):
             self.check(plan)
         self.check(TestUnevenPlans.plan)
 

@@ -182,7 +182,7 @@ def test_a_saved_model_is_the_same(tmp_path: Path) -> None:
         ("{", "is not JSON"),
         ("[]", "version None"),
         ('{"version": 99}', "version 99, this is version 1"),
-        ('{"version": 1}', "no complete cost model"),
+        ('{"version": 1}', "not a complete cost model"),
     ],
 )
 def test_a_bad_file_is_one_clear_line(tmp_path: Path, text: str, says: str) -> None:

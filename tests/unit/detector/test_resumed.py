@@ -146,7 +146,7 @@ def spoiled(path: Path, **changes: Any) -> None:
         (lambda path: spoiled(path, version=99), "version 99"),
         (lambda path: spoiled(path, noise=None), "noise"),
         (lambda path: spoiled(path, noise={"workers": {"members": [[0]]}}), "noise"),
-        (lambda path: spoiled(path, ops={}), "no complete cost model"),
+        (lambda path: spoiled(path, ops={}), "not a complete cost model"),
         (lambda path: path.unlink(), "cannot be read"),
     ],
 )

@@ -63,7 +63,7 @@ def test_an_event_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path) -> Non
 def test_numbers_that_json_lacks_are_spelled_out(tmp_path: Path) -> None:
     with EventLog(tmp_path / "events.jsonl") as log:
         log.write(Iteration(iteration=7, grad_norm=math.inf, loss={"lm loss": math.nan}))
-    event = json.loads(log.path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    event = json.loads(log.path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert (event["grad_norm"], event["loss"]["lm loss"]) == ("inf", "nan")
     (read,) = read_events(log.path).events
     assert isinstance(read, Iteration) and read.loss is not None
@@ -167,18 +167,18 @@ def test_a_synthetic_run_follows_the_schema(recovered_run: Any) -> None:
     ("change", "problem"),
     [
         ({"iteration": None}, "iteration lacks iteration"),
-        ({"iteration": "7"}, "iteration has a iteration that is no integer"),
-        ({"iteration": True}, "iteration has a iteration that is no integer"),
-        ({"loss": {"lm loss": "high"}}, "iteration has a loss that is no object of numbers"),
-        ({"skipped": 1}, "iteration has a skipped that is no true or false"),
+        ({"iteration": "7"}, "iteration has the wrong type of iteration: expected integer"),
+        ({"iteration": True}, "iteration has the wrong type of iteration: expected integer"),
+        ({"loss": {"lm loss": "high"}}, "iteration has the wrong type of loss: expected object of numbers"),
+        ({"skipped": 1}, "iteration has the wrong type of skipped: expected true or false"),
         ({"time": None}, "iteration lacks time"),
         ({"event": "straggler", "time": None}, "straggler lacks time"),
         (
             {"event": "samples", "samples": [[3, 2]], "epoch": 0},
-            "samples has a samples that is no list of [first, last]",
+            "samples has the wrong type of samples: expected list of [first, last]",
         ),
         (FED, "samples lacks epoch"),
-        ({"event": "epoch_started", "plan": {}}, "epoch_started has a plan that is no plan"),
+        ({"event": "epoch_started", "plan": {}}, "epoch_started has the wrong type of plan: expected plan"),
     ],
 )
 def test_what_keeps_a_reader_from_an_event_is_named(change: dict[str, Any], problem: str) -> None:

@@ -27,7 +27,7 @@ def test_a_node_without_problems_is_fit() -> None:
         (Peer("a GPU", 79.0, 80.0, loop_s=0.1, exact=False), "GPU 1 computes wrong products"),
         (Peer("a GPU", 60.0, 80.0, loop_s=0.1), "GPU 1 has 60.0 of 80.0 GiB free; end what uses it"),
         (Peer(error="RuntimeError: CUDA error"), "GPU 1 fails: RuntimeError: CUDA error"),
-        (Peer("a GPU", 79.0, 80.0), "a sum over all 2 workers does not end: 1 wait"),
+        (Peer("a GPU", 79.0, 80.0), "an all-reduce over all 2 workers hangs, in process 1;"),
     ],
 )
 def test_a_bad_device_is_named(peer: Peer, problem: str) -> None:

@@ -99,9 +99,9 @@ class TestCommand:
         ("flags", "said"),
         [
             (["--nproc-per-node", "gpu"], "--nproc-per-node gpu: this machine shows no GPU"),
-            (["--nproc-per-node", "0"], "--nproc-per-node 0 is no number of workers"),
+            (["--nproc-per-node", "0"], "--nproc-per-node 0 is not a number of workers"),
             (["--nproc-per-node", "1", "--interface", "none7"], "--interface none7 is none of this node"),
-            (["--nproc-per-node", "1", "--run-dir", "/nowhere"], "--run-dir /nowhere is no folder"),
+            (["--nproc-per-node", "1", "--run-dir", "/nowhere"], "--run-dir /nowhere is not a folder"),
         ],
     )
     def test_what_cannot_be_tried_is_refused(

@@ -54,4 +54,4 @@ def test_a_worker_without_a_gpu_is_refused_unless_asked_for(monkeypatch: pytest.
     monkeypatch.setattr(enable.cpu, "installed", lambda: stand_in)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     problem = enable._device_problem()
-    assert problem is None if stand_in else "no CUDA device; mend that, or train on CPUs with" in str(problem)
+    assert problem is None if stand_in else "no CUDA device; check CUDA_VISIBLE_DEVICES" in str(problem)

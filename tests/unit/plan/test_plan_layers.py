@@ -60,7 +60,7 @@ class TestMegatronsLayout:
     @pytest.mark.parametrize(
         ("text", "rule"),
         [
-            ("E|txt|L", "'x' is no layer"),
+            ("E|txt|L", "'x' is not a layer"),
             ("t|t|L", "begin with its only E"),
             ("E|t|E,L", "its only E"),
             ("E|m|t|L", "then m"),

@@ -163,7 +163,7 @@ class TestRules:
             (lambda: ordered("F0.0 B1.0", ""), r"op B1\.0 stands before its F"),
             (lambda: ordered("F0.0 F1.0 B0.0 B1.0", "F0.1 B0.1 W0.1 F1.1 B1.1 W1.1"), r"op W0\.0 is missing"),
             (lambda: ordered("F0.0 B0.0 F1.0 B1.0", "F1.1 F0.1 B0.1 B1.1"), "must not wait in a circle"),
-            (lambda: explicit("F0"), "'F0' is no op"),
+            (lambda: explicit("F0"), "'F0' is not an op"),
             (
                 lambda: ParallelPlan((Replica(((0,),), (0,)),), {1: (Shard(0, 3, 0, 1),)}),
                 "standby 1 keeps layers, but the plan doesn't say",

@@ -118,12 +118,12 @@ def test_the_field_that_is_wrong_is_named(body: Any, path: str, value: Any, said
         ("", "a message from somebody: it is not JSON (JSONDecodeError)"),
         ("[" * 100_000, "a message from somebody: it is not JSON (RecursionError)"),
         ("9" * 5000, "a message from somebody: it is not JSON (ValueError)"),
-        ("[]", "a message from somebody: it is no JSON object"),
+        ("[]", "a message from somebody: it is not a JSON object"),
         ("{}", "a message from somebody: 'protocol' is missing"),
         ('{"protocol": "4.0", "sender": "worker 3"}', "a message from worker 3: 'kind' is missing"),
         ('{"protocol": "4.0", "sender": "worker 3", "kind": "Weather", "id": null, "body": {}}',
          "a message from worker 3: 'kind' is 'Weather', which is unknown"),
-        ('{"protocol": 1, "sender": "worker 3"}', "a message from worker 3: 'protocol' is no version"),
+        ('{"protocol": 1, "sender": "worker 3"}', "a message from worker 3: 'protocol' is not a version"),
         (" " * (LARGEST + 1), "a message from somebody: it has 8388609 characters, more than 8388608"),
     ],
     ids=range(9),
@@ -135,7 +135,7 @@ def test_what_is_no_message_is_refused(text: str, said: str) -> None:
 def test_a_plan_that_breaks_a_rule_is_refused() -> None:
     notice = plain(PlanChange(1, 0, PLAN), NOTICES)
     notice["body"]["plan"]["replicas"][0]["stages"] = [[0], [0]]
-    assert "PlanChange from worker 3: 'plan' is no plan that can be run: " in refused(notice, NOTICES)
+    assert "PlanChange from worker 3: 'plan' is not a plan that can be run: " in refused(notice, NOTICES)
 
 
 def test_kinds_of_another_set_are_refused() -> None:

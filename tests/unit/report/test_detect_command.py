@@ -104,7 +104,7 @@ def test_a_restart_and_a_new_workload_are_told_in_a_line_each(
     (tmp_path / "times.csv").write_text("\n".join(["iteration,seconds,tokens", *rows]) + "\n")
     assert detect(tmp_path / "times.csv") == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert out.count("the numbering begins anew at row 61:") == 1
+    assert out.count("the numbering starts again at row 61:") == 1
     assert "unknown, not slow:" in out
     assert "nobody is slow" in out
 
@@ -237,13 +237,13 @@ def bad_source(tmp_path: Path, kind: str) -> Path:
     [
         ("missing", "cannot be read"),
         ("empty directory", f"has no {FILE_NAME}"),
-        ("broken", "no recording"),
+        ("broken", "not a recording"),
         ("suffix", "neither a directory nor"),
         ("empty", "no column `seconds`"),
         ("columns", "its first line holds: time, node"),
         ("words", "line 2: seconds is 'fast', not a number"),
         ("short", "8 iterations, too few to judge any; give at least 10"),
-        ("binary", "no text table"),
+        ("binary", "not a text table"),
     ],
 )
 def test_bad_input_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, says: str) -> None:

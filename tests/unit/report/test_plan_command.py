@@ -59,7 +59,7 @@ def test_the_plan_in_json_leaves_the_dead_out(capsys: pytest.CaptureFixture[str]
 def test_with_everybody_well_nothing_changes(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(*SIZES, "--strategy", "drop-replica") == 0
     shown = capsys.readouterr().out
-    assert "all workers are well" in shown and "nothing to change" in shown
+    assert "all workers are healthy" in shown and "nothing to change" in shown
 
 
 def test_a_change_has_to_pay_until_the_next_event(capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,7 +98,7 @@ def test_without_arguments_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
         (("--model", "llama9-1b", "--gpus", 8), "unknown model 'llama9-1b'"),
         (("--gpus", 8), "--model is missing"),
         (("--model", "llama2-7b", "--gpus", 4, "--tp", 4, "--pp", 2), "4 GPUs are too few"),
-        (("--model", "llama2-7b", "--gpus", 17, "--tp", 4, "--pp", 2), "no multiple"),
+        (("--model", "llama2-7b", "--gpus", 17, "--tp", 4, "--pp", 2), "not a multiple"),
         (("--model", "llama2-7b", "--gpus", 16, "--tp", 4, "--pp", 2, "--dp", 3), "not TP 4 × PP 2 × DP 3"),
         *(
             ((*SIZES, f"--{name}", value), f"--{name} must be at least 1")
@@ -319,7 +319,7 @@ def test_a_runs_sizes_are_not_given_by_flags(
     [
         ([{"replicas": [{"stages": [[0]]}], "standbys": {}}], "the plan lacks 'micro_batches'"),
         ([{"replicas": [{"stages": [[0]], "micro_batches": [0]}]}], "the plan lacks 'standbys'"),
-        ([{}], "its plan (epoch_started has a plan that is no plan)"),
+        ([{}], "its plan (epoch_started has the wrong type of plan: expected plan)"),
         ([None], "its plan (epoch_started lacks plan)"),
     ],
 )

@@ -187,7 +187,7 @@ def test_without_arguments_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ("[]", "must be a JSON object"),
         ({"job": {}}, "job: model is missing; known are llama2-7b, "),
         ({"job": {"modle": "llama2-7b"}}, "job: 'modle' is not known; do you mean model? known are "),
@@ -230,7 +230,7 @@ def test_bad_files_get_one_line(tmp_path: Path, content: Any, said: str, capsys:
     ("arguments", "said"),
     [
         (("fail-stop/llama9/1h",), "unknown scenario"),
-        (("missing.json",), "missing.json is no file"),
+        (("missing.json",), "missing.json is not a file"),
         (("fail-stop/llama2-7b/1h", "--orders", 0), "--orders must be at least 1"),
         (("fail-stop/llama2-7b/1h", "--orders", -1), "--orders must be at least 1"),
         (("fail-stop/llama2-7b/1h", "--micro-batches", 10**12), "--micro-batches must be at least 1 and at most"),

@@ -282,7 +282,7 @@ def test_a_bad_tokenizer_is_one_line(
     expect_error(script, capsys, [*argv, *tokenizer_flags, "--eod-token", "<no>"], "<no>", "--eod-token")
     expect_error(script, capsys, [*argv, "--eod-token", "<no>"], "--tokenizer")
     tokenizer_file.write_text("words")
-    expect_error(script, capsys, [*argv, *tokenizer_flags], "no tokenizer file")
+    expect_error(script, capsys, [*argv, *tokenizer_flags], "not a tokenizer file")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     expect_error(script, capsys, [*argv, *tokenizer_flags], "pip install tokenizers")
 

@@ -59,7 +59,7 @@ def _read_event(value: Any) -> Event:
     try:
         return read_event(value if isinstance(value, Mapping) else {})
     except UnusableEventError as error:
-        raise WrongValueError(f"is no event: {error}") from None
+        raise WrongValueError(f"is not an event: {error}") from None
 
 
 def _one_of(*classes: type) -> Form:

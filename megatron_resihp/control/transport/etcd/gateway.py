@@ -144,7 +144,7 @@ class Gateway:
         said = self._ask("GET", "/version", None)
         server = re.match(r"(\d+)\.(\d+)\.", str(said.get("etcdserver", "")))
         if server is None:
-            raise EtcdError(f"what answers at {self._members[0]} is no etcd")
+            raise EtcdError(f"what answers at {self._members[0]} is not etcd")
         # A cluster that has just begun doesn't know its own.
         cluster = re.match(r"(\d+)\.(\d+)\.", str(said.get("etcdcluster", ""))) or server
         return (int(server[1]), int(server[2])), (int(cluster[1]), int(cluster[2]))
@@ -224,7 +224,7 @@ class Gateway:
         answer = said.get("result", said)
         cluster = answer.get("header", {}).get("cluster_id")
         if cluster is None:
-            raise EtcdError(f"what answers at {self._members[0]} is no etcd")
+            raise EtcdError(f"what answers at {self._members[0]} is not etcd")
         if self._cluster not in (None, cluster):
             raise EtcdError(f"{self.location.cluster} are members of several clusters, and one is needed")
         self._cluster = cluster
@@ -242,7 +242,7 @@ class Gateway:
             except (OSError, HTTPException) as error:  # before the next: a certificate's error is of both kinds
                 problem = str(error) or type(error).__name__
             except ValueError:
-                problem = "what answers is no etcd"
+                problem = "what answers is not etcd"
             else:
                 if status == 200 and "error" not in said:
                     return said

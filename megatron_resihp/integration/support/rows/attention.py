@@ -50,7 +50,7 @@ _HEADS: Rows = joined(
         "core.transformer.attention:SelfAttention.clip_qk",
         "qk_clip_alpha qk_clip_threshold",
     ),
-    refused("use_kitchen_attention", "its kernels are in a library that nobody publishes"),
+    refused("use_kitchen_attention", "its kernels are in a library that is not public"),
     without(
         "use_kitchen_attention",
         "core.models.gpt.gpt_layer_specs:get_gpt_decoder_layer_specs",
@@ -124,7 +124,7 @@ _VARIANTS: Rows = joined(
                 and given["context_parallel_size"] == 1
                 and (given["sequence_parallel"] or given["tensor_model_parallel_size"] == 1)
             ),
-            "use gated_delta_net, the only one whose slices a test holds, without context parallelism; with tensor"
+            "use gated_delta_net, the only one whose slices a test covers, without context parallelism; with tensor"
             " parallelism add --sequence-parallel, or Megatron doesn't sum the gradients of its output norms",
         ),
     ),

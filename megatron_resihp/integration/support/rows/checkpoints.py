@@ -70,7 +70,9 @@ _ASYNCHRONOUS: Rows = joined(
         "ckpt_fully_parallel_load_exchange_algo",
     ),
     kernel(_SAVE, "ckpt_fully_parallel_save_process_group"),
-    refused("distrib_optim_fully_reshardable_mem_efficient", "it gathers over groups that unlike replicas don't have"),
+    refused(
+        "distrib_optim_fully_reshardable_mem_efficient", "it gathers over groups that heterogeneous plans don't have"
+    ),
 )
 
 _TEMPORARY: Rows = joined(
@@ -124,7 +126,7 @@ _OTHERS: Rows = joined(
     refused("save_dgrads_interval", _DUMPED, "leave it out"),
     refused(
         "enable_msc",
-        "no test holds that checkpoints and data on object storage outlive a broken epoch",
+        "no test covers that checkpoints and data on object storage outlive a broken epoch",
         "save to a file system",
     ),
     inert("training.arguments:parse_args", "disable_msc_deprecated"),
@@ -149,7 +151,7 @@ _ENDS: Rows = joined(
     refused("exit_signal_handler_for_training", "the launcher has the signals, and workers would answer by themselves"),
     refused(
         "adlr_autoresume",
-        "it needs a scheduler's library that nobody publishes, and ends the job by its own collectives",
+        "it needs a scheduler's library that is not public, and ends the job by its own collectives",
         "send SIGTERM to the launcher",
     ),
     without("adlr_autoresume", "training.training:post_training_step_callbacks", "adlr_autoresume_interval"),

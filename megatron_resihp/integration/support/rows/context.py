@@ -9,7 +9,7 @@ from megatron_resihp.integration.support.notation import Rows, joined, kernel, r
 from megatron_resihp.integration.support.row import Clash, NotBeside, Together
 
 _WAYS = {"p2p", "all_gather", "a2a", "a2a+p2p"}
-_ALONE = "no test holds it where replicas share sequences"
+_ALONE = "no test covers it where replicas share sequences"
 _DOCUMENTS = "documents would be cut otherwise by each number of replicas that share a sequence"
 
 _NOISE = "a token's noise would depend on how its sequence is cut"
@@ -34,7 +34,7 @@ _CLASHES = (
         lambda values: values["moe_router_force_load_balancing"] and not why_own_context(values),
         _NOISE,
     ),
-    Clash("fp16", lambda values: values["fp16"], "no test holds that the same steps overflow"),
+    Clash("fp16", lambda values: values["fp16"], "no test covers that the same steps overflow"),
     Clash(
         "fp8",
         lambda values: values["fp8"],

@@ -54,7 +54,7 @@ _SETS: Rows = joined(
         "training.arguments:validate_args",
         "fim_prefix_token fim_middle_token fim_suffix_token fim_pad_token fim_eod_token",
     ),
-    refused("sft", "conversations are packed as they come, which no test holds"),
+    refused("sft", "conversations are packed as they come, which no test covers"),
     without("sft", _TOKENIZER, "sft_tokenizer_prompt_format"),
     unread("training.arguments:_add_data_args", "mask_prob short_seq_prob sample_rate"),
 )

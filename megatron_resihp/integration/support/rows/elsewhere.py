@@ -6,7 +6,7 @@ Imports `notation`.
 from megatron_resihp.integration.support.notation import Rows, inert, joined, kernel, refused, unread, without
 
 _ENGINE = "training.config.inference_config:InferenceSetupConfig.to_inference_config"
-_RECOVERIES = "two that recover the same job would undo each other's work"
+_RECOVERIES = "two mechanisms that recover the same job would undo each other's work"
 
 _INFERENCE: Rows = joined(
     inert(
@@ -49,13 +49,13 @@ _INFERENCE: Rows = joined(
         "core.inference.text_generation_controllers.text_generation_controller:TextGenerationController",
         "nccl_all_reduce_for_prefill",
     ),
-    refused("inference_fuse_tp_communication", "it is for layers that only serve", "leave it out"),
+    refused("inference_fuse_tp_communication", "it is for inference layers", "leave it out"),
 )
 
 _REINFORCED: Rows = joined(
     refused(
         "perform_rl_step",
-        "between two steps the model serves, by groups and schedules that no recovery knows",
+        "between two steps the model runs inference, in groups and schedules that no recovery knows",
         "leave --resihp out",
     ),
     refused("rl_profile", "it is for reinforcement learning, which is refused", "leave it out"),

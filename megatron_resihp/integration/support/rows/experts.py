@@ -66,8 +66,8 @@ _LAYERS: Rows = joined(
         "core.transformer.moe.shared_experts:FusedSharedExpertMLP",
         "moe_shared_expert_glu_interleave_size",
     ),
-    refused("moe_shared_expert_overlap", "it runs collectives in another order, which no test holds"),
-    refused("moe_latent_size", "no test holds how the projections to latents are cut"),
+    refused("moe_shared_expert_overlap", "it runs collectives in another order, which no test covers"),
+    refused("moe_latent_size", "no test covers how the projections to latents are cut"),
     refused("moe_use_upcycling", "it makes the model from another one at the start, which joining workers can't"),
     without("moe_use_upcycling", "training.training:setup_model_and_optimizer", "moe_upcycling_granularity"),
 )
@@ -93,7 +93,7 @@ _ROUTER: Rows = joined(
     tested(_BIASES, "moe_router_enable_expert_bias moe_router_bias_update_rate"),
     tested(_QUANTILES, "moe_router_quantile_balancing_ema"),
     tested(_NOISE, "moe_router_force_load_balancing moe_input_jitter_eps"),
-    refused("moe_router_force_biased", "a worker keeps what it drew first, which one in its place would draw anew"),
+    refused("moe_router_force_biased", "a worker keeps what it drew first, which one in its place would draw again"),
     tested(_PARTS, "moe_expert_capacity_factor moe_token_drop_policy"),
     tested(
         _PARTS,
@@ -106,7 +106,7 @@ _ROUTER: Rows = joined(
     refused("moe_enable_routing_replay", "what is replayed belongs to the micro-batches of one worker"),
     refused(
         "moe_router_padding_for_quantization moe_router_padding_for_fp8",
-        "it routes more tokens than there are, and no test holds what the experts' balance then counts",
+        "it routes more tokens than there are, and no test covers what the experts' balance then counts",
         "leave it out",
     ),
     inert("core.transformer.transformer_config:TransformerConfig", "moe_pad_experts_for_cuda_graph_inference"),

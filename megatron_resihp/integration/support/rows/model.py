@@ -51,9 +51,9 @@ _SIZES: Rows = joined(
     refused("spec", "a script's own layers may have state and groups of any kind"),
     refused(
         "heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json",
-        "layers of unlike shapes can't be told apart in a plan's costs, and none has been tried",
+        "layers of different shapes can't be told apart in a plan's costs, and none has been tried",
     ),
-    refused("decoder_seq_length", "an encoder's and a decoder's messages have unlike lengths", "use --seq-length"),
+    refused("decoder_seq_length", "an encoder's and a decoder's messages have different lengths", "use --seq-length"),
 )
 
 _PARTS: Rows = joined(
@@ -86,7 +86,7 @@ _PARTS: Rows = joined(
         ),
     ),
     refused("fused_residual_rmsnorm", "it replaces layers by ones whose parameters no test on CPUs can have"),
-    refused("mlp_chunks_for_training", "it calls the MLP's collectives once a chunk, which no test holds"),
+    refused("mlp_chunks_for_training", "it calls the MLP's collectives once a chunk, which no test covers"),
     inert("core.transformer.transformer_layer:TransformerLayer._forward_mlp", "mlp_chunks_for_prefill"),
     kernel(
         "core.models.common.embeddings.language_model_embedding:LanguageModelEmbedding.forward",
@@ -147,17 +147,17 @@ _RECOMPUTED: Rows = joined(
             "layernorm",
             "mla_up_proj",
             "moe_act",
-            mend="recompute other modules; no test holds gdn_norm_out",
+            mend="recompute other modules; no test covers gdn_norm_out",
         ),
         device="GPU: moe_act is of Transformer Engine's grouped layers",
     ),
     refused(
         "distribute_saved_activations",
-        "it adds a gathering to each recomputed layer, which no test holds",
+        "it adds a gathering to each recomputed layer, which no test covers",
         "leave it out, or use --sequence-parallel",
     ),
     refused("checkpoint_activations", "Megatron no longer takes it", "use --recompute-activations"),
-    refused("moe_layer_recompute", "Megatron has given it up", "use --recompute-granularity selective"),
+    refused("moe_layer_recompute", "Megatron has removed it", "use --recompute-granularity selective"),
     refused(
         "fine_grained_activation_offloading",
         "its buffers follow the order of Megatron's own schedule, and other plans have other orders",
@@ -222,8 +222,8 @@ _PREDICTING: Rows = joined(
         condition=Together(
             _predicts_with_the_head,
             "use --untie-embeddings-and-output-weights, as Megatron gives a head that shares its weights others, too, "
-            "which nothing uses; let m and L be in the same chunk of --pipeline-model-parallel-layout; and leave "
-            "--defer-embedding-wgrad-compute and --dataloader-inter-document-masking out, which no test holds with it. "
+            "which nothing uses; let m and L be in the same chunk of --pipeline-model-parallel-layout; and leave out "
+            "--defer-embedding-wgrad-compute and --dataloader-inter-document-masking, which no test covers with it. "
             "Leave the flag out in place of 0, with which Megatron builds the last norm elsewhere",
         ),
     ),
@@ -242,7 +242,7 @@ _PREDICTING: Rows = joined(
 _HYBRIDS: Rows = joined(
     refused(
         "hybrid_layer_pattern hybrid_override_pattern mtp_hybrid_override_pattern is_hybrid_model",
-        "Mamba's kernels need a GPU, and no test holds how their parameters are cut",
+        "Mamba's kernels need a GPU, and no test covers how their parameters are cut",
     ),
     without(
         "hybrid_layer_pattern",

@@ -58,7 +58,7 @@ _PIPELINE: Rows = joined(
         "groups of another library can't be aborted when an epoch breaks",
         "leave it out for NCCL",
     ),
-    refused("use_ring_exchange_p2p", "it needs a torch that nobody publishes, and its waits have no bound"),
+    refused("use_ring_exchange_p2p", "it needs a torch that is not public, and its waits have no bound"),
     tested(
         "integration/test_flags.py::test_weight_gradients_of_the_head_after_the_pipeline",
         "defer_embedding_wgrad_compute",
@@ -71,7 +71,7 @@ _PIPELINE: Rows = joined(
     tested("integration/test_flags.py::test_weight_gradients_of_the_head_after_the_pipeline", "wgrad_deferral_limit"),
     refused(
         "delay_wgrad_compute",
-        "Transformer Engine leaves weight gradients for later, and no test holds that a broken epoch forgets them",
+        "Transformer Engine leaves weight gradients for later, and no test covers that a broken epoch forgets them",
         "leave it out",
     ),
     refused("mtp_standalone", "a stage of its own for multi-token prediction has no place in a plan"),
@@ -96,7 +96,7 @@ _TENSOR: Rows = joined(
     ),
     refused(
         "symmetric_ar_type",
-        "symmetric memory of a dead peer stays mapped, and no recovery registers it anew",
+        "symmetric memory of a dead peer stays mapped, and no recovery registers it again",
     ),
 )
 
@@ -134,7 +134,7 @@ _REPLICAS: Rows = joined(
         "integration/test_interleaved.py::test_deaths_while_the_first_chunk_is_gathered",
         "overlap_param_gather_with_optimizer_step",
     ),
-    refused("align_param_gather", "no test holds that chunks which gather together survive a broken epoch"),
+    refused("align_param_gather", "no test covers that chunks which gather together survive a broken epoch"),
     tested(
         "integration/test_overlap.py::test_several_instances_of_the_optimizer",
         "num_distributed_optimizer_instances",
@@ -148,7 +148,7 @@ _REPLICAS: Rows = joined(
         "the batch of an iteration must not depend on how many workers live",
         "leave it out: any number of replicas shares the batch",
     ),
-    refused("nccl_ub", "buffers are registered with communicators, and no recovery registers them anew"),
+    refused("nccl_ub", "buffers are registered with communicators, and no recovery registers them again"),
     without(
         "nccl_ub",
         "core.distributed.param_and_grad_buffer:_ParamAndGradBuffer",
@@ -204,7 +204,7 @@ _GROUPS: Rows = joined(
     refused("model_parallel_size", "Megatron no longer takes it", "use --tensor-model-parallel-size"),
     refused("lazy_mpu_init", "groups are made at the start, from the plan's own roles"),
     refused("use_sharp sharp_enabled_group", "a switch's memory is given to one communicator for the job's life"),
-    refused("high_priority_stream_groups", "no test holds that groups with such streams can be aborted and made anew"),
+    refused("high_priority_stream_groups", "no test covers aborting and making again groups with such streams"),
     refused(
         "distributed_timeout_seconds_after_init",
         "it changes the time-outs of groups that the next epoch no longer has",
@@ -221,7 +221,7 @@ _GROUPS: Rows = joined(
         """flight_recorder_trace_buffer_size flight_recorder_dump_on_timeout flight_recorder_include_stack_trace
         flight_recorder_include_only_active flight_recorder_extra_dump_on_exec""",
     ),
-    refused("fake_process_group", "a world of one process has nobody to lose"),
+    refused("fake_process_group", "a single process has no peers"),
 )
 
 ROWS: Rows = joined(_DEGREES, _PIPELINE, _TENSOR, _EXPERT_OVERLAP, _REPLICAS, _SHARDED, _GROUPS)

@@ -48,10 +48,9 @@ ROWS: Rows = joined(
         device=_EIGHT_BITS,
         condition=Together(
             lambda values: values["fp8_recipe"] in _STATELESS,
-            "with --fp8-recipe delayed the scales of a micro-batch follow from those that its replica, or all replicas "
-            "in the same moment, have run before, so they would follow how micro-batches are shared out after a loss. "
-            "Replicas compare maxima in each micro-batch, and one that has more of them would wait for the others; "
-            "use --fp8-recipe tensorwise, blockwise or mxfp8",
+            "--fp8-recipe delayed takes a tensor's scale from earlier micro-batches, so results would depend on how "
+            "micro-batches are distributed after a loss. Replicas also reduce the maxima in each micro-batch, so one "
+            "with more micro-batches would wait forever for others; use --fp8-recipe tensorwise, blockwise or mxfp8",
         ),
     ),
     tested(_ENGINE, "fp8_recipe", device=_EIGHT_BITS, condition=one_of("delayed", *_STATELESS, mend=_OTHER_RECIPES)),
@@ -66,7 +65,7 @@ ROWS: Rows = joined(
         "first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16",
         device=_EIGHT_BITS,
     ),
-    refused("fp8_output_proj", "no test holds how a head of Transformer Engine's is cut in slices", "leave it out"),
+    refused("fp8_output_proj", "no test covers how a head of Transformer Engine's is cut in slices", "leave it out"),
     refused("fp8_param_gather", _PARAMETERS, "leave it out: parameters are then in 16 bits, and cast in each step"),
     refused("fp4", "Transformer Engine rounds gradients at random, and no recovery repeats what it drew", "use --bf16"),
     without("fp4", "core.fp4_utils:get_fp4_recipe", "fp4_recipe fp4_quantizer_factory"),

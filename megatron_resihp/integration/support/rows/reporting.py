@@ -6,7 +6,7 @@ from megatron_resihp.integration.support.notation import Rows, inert, joined, re
 _LOG = "training.training:training_log"
 _LOGS = "integration/test_logs.py::test_logs_of_a_job_with_two_deaths"
 _PROFILE = "integration/test_logs.py::test_a_profile_is_of_the_first_epoch"
-_SUMMED = "it is summed in groups that unlike replicas don't have"
+_SUMMED = "it is summed in groups that heterogeneous plans don't have"
 _SWITCHED = "it starts a server or a measurement once, for ranks that change with the epoch"
 _OWN = "leave it out: the plugin itself looks for slow workers"
 
@@ -23,7 +23,7 @@ _LOGGED: Rows = joined(
     inert(_LOG, "log_memory_interval"),
     inert("training.utils.common_utils:report_memory", "log_device_memory_used"),
     refused("log_max_attention_logit", "an iteration that is logged again would lack it"),
-    refused("moe_per_layer_logging", "a layer's balance is summed in groups that unlike replicas don't have"),
+    refused("moe_per_layer_logging", "a layer's balance is summed in groups that heterogeneous plans don't have"),
 )
 
 _WRITERS: Rows = joined(
@@ -36,7 +36,7 @@ _WRITERS: Rows = joined(
         "enable_one_logger one_logger_project one_logger_run_name one_logger_async",
     ),
     inert("training.one_logger_utils:get_timestamp_in_ms", "app_tag_run_name app_tag_run_version"),
-    refused("config_logger_dir", "each epoch makes the objects anew, and would write a file for each again"),
+    refused("config_logger_dir", "each epoch rebuilds the objects, and would write a file for each again"),
 )
 
 _PROFILES: Rows = joined(

@@ -7,7 +7,7 @@ from typing import Any
 from megatron_resihp.integration.support.notation import Rows, joined, tested
 from megatron_resihp.integration.support.row import Clash, NotBeside, Together
 
-_ALONE = "no test holds it where replicas share experts"
+_ALONE = "no test covers it where replicas share experts"
 _DOCUMENTS = "a worker waits in each layer for those with longer documents, which the detector doesn't know"
 
 

@@ -198,7 +198,7 @@ _RANDOM: Rows = joined(
         device="GPU: Transformer Engine's generator; with dropout not if parts of layers are recomputed",
     ),
     refused("inference_rng_tracker", "it keeps no random streams, which training with dropout needs"),
-    refused("data_parallel_random_init", "replicas begin with unlike random streams, which no plan keeps apart"),
+    refused("data_parallel_random_init", "replicas begin with different random streams, which no plan keeps apart"),
 )
 
 ROWS: Rows = joined(_BATCHES, _LOOP, _OPTIMIZER, _RATE, _RANDOM)

@@ -24,6 +24,7 @@ from megatron_resihp.control.transport.secret import FILE_NAME, VARIABLE
 from megatron_resihp.control.transport.secure import HELLO_BYTES
 from megatron_resihp.control.transport.store import Store, StoreError
 from megatron_resihp.control.transport.store_client import connect
+from megatron_resihp.protocol.version import MAJOR
 
 WAIT_S = 10.0
 SIZE = JobSize(2, 2)
@@ -100,7 +101,8 @@ def test_agents_workers_and_commands_of_another_protocol_are_refused_in_one_line
     monkeypatch.setenv(VARIABLE, "a secret that a user gives")
     (tmp_path / CONTACT).write_text(f'{{"store": "{another_version}", "token": "of the job"}}')
     secret = admission.find_secret(tmp_path)
-    said = f"^the job at {another_version} speaks protocol '9', this process {MAJOR}; give all nodes, .* same installation$"
+    speaks = f"speaks protocol '9', this process {MAJOR}; give all nodes, .* same installation$"
+    said = f"^the job at {another_version} {speaks}"
     for call in (
         lambda: admitted(another_version, tmp_path, WAIT_S, lambda store: None),  # an agent
         lambda: connect(another_version, secret, WAIT_S),  # a worker

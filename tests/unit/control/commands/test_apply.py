@@ -40,7 +40,7 @@ def test_the_plan_in_a_file(tmp_path: Path, data: Any, strategy: str | None) -> 
 @pytest.mark.parametrize(
     ("data", "strategy", "reason"),
     [
-        ("{", None, "is no JSON"),
+        ("{", None, "is not JSON"),
         ([], None, "holds no plan"),
         ({"event": "job"}, None, "holds no plan"),
         ({"plan": PLAN, "strategies": {"joint": {"no_plan": "too few"}}}, None, "holds no plan: too few"),

@@ -88,7 +88,7 @@ def test_what_no_start_can_load_is_told_and_not_loaded(tmp_path: Path, capsys: p
     (tmp_path / DIRECTORY / "iter_0000007").mkdir()
     assert call(tmp_path) == NOTHING
     told = capsys.readouterr().err
-    assert "there is no file of stage 0 TP rank 0, stage 0 TP rank 1; go on from the last checkpoint" in told
+    assert "missing: stage 0 TP rank 0, stage 0 TP rank 1; go on from the last checkpoint" in told
     assert call(tmp_path, "--flags") == 0 and capsys.readouterr().out == ""
 
 

@@ -95,7 +95,10 @@ def test_a_job_of_another_machine_that_does_not_answer_is_given_time(
         claimed(path, text(), nobody).__enter__()
     with claimed(path, text(), nobody):
         assert path.read_text() == text()
-    assert f"was process {os.getpid()} on elsewhere's 0 s ago, waiting whether it still is" in capsys.readouterr().out
+    assert (
+        f"belonged to process {os.getpid()} on elsewhere 0 s ago; waiting to see whether it still does"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.usefixtures("hasty")

@@ -32,10 +32,10 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     [
         (["--nproc-per-node", "0"], "--nproc-per-node 0"),
         (["--nnodes", "0"], "--nnodes 0"),
-        (["--nnodes", "0:2"], "--nnodes 0:2 is no job; give 1 or more nodes to begin with"),
+        (["--nnodes", "0:2"], "--nnodes 0:2 is not a job; give 1 or more nodes to begin with"),
         (["--nnodes", "3:2"], "--nnodes 3:2 begins with more nodes than there may be; give MIN:MAX"),
-        (["--nnodes", "two"], "--nnodes two is no number of nodes; give N, or MIN:MAX"),
-        (["--nnodes", "1:"], "--nnodes 1: is no number of nodes"),
+        (["--nnodes", "two"], "--nnodes two is not a number of nodes; give N, or MIN:MAX"),
+        (["--nnodes", "1:"], "--nnodes 1: is not a number of nodes"),
         (["--nnodes", "1:3", "--node-rank", "3"], "--node-rank 3 is out of range; give 0 to 2"),
         (["--nnodes", "1:2"], "the same --coordinator HOST:PORT"),
         (["--node-rank", "1"], "--node-rank 1 is out of range; give 0 to 0"),
@@ -45,9 +45,9 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--coordinator", "here"], "--coordinator 'here' is not host:port"),
         (["--heartbeat-timeout", "0"], "--heartbeat-timeout 0"),
         (["--survivor-timeout", "nan"], "--survivor-timeout nan"),
-        (["--drain-deadline", "0"], "--drain-deadline 0 can't be; give more than 0 and at most 604800 seconds"),
-        (["--min-workers", "2"], "--min-workers 2 can't be; give 1 to 1, the workers at the start"),
-        (["--connect-timeout", "inf"], "--connect-timeout inf can't be; give more than 0 and at most 604800 seconds"),
+        (["--drain-deadline", "0"], "--drain-deadline 0 is invalid; give more than 0 and at most 604800 seconds"),
+        (["--min-workers", "2"], "--min-workers 2 is invalid; give 1 to 1, the workers at the start"),
+        (["--connect-timeout", "inf"], "--connect-timeout inf is invalid; give more than 0 and at most 604800 seconds"),
         (["--coordinator", "no host:29500"], "the host 'no host' is unknown"),
         (["-m"], "there is no module"),
     ],
@@ -58,7 +58,7 @@ def test_bad_options(capsys: pytest.CaptureFixture[str], script: str, arguments:
 
 def test_no_such_script(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "no.py does not exist; give a Python script" in refused(capsys, str(tmp_path / "no.py"))
-    assert "is no file" in refused(capsys, str(tmp_path))
+    assert "is not a file" in refused(capsys, str(tmp_path))
 
 
 def test_a_busy_port(capsys: pytest.CaptureFixture[str], script: str, tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_report_is_a_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["report", str(tmp_path / "nothing")]) == 2
-    assert "is no directory" in capsys.readouterr().err
+    assert "is not a directory" in capsys.readouterr().err
 
 
 def test_flags_of_the_script_are_its_own(capsys: pytest.CaptureFixture[str], script: str) -> None:

@@ -55,12 +55,12 @@ def test_what_it_is_told() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--nnodes", "0"], "--nnodes 0 is no job; give 1 or more nodes to begin with"),
+        (["--nnodes", "0"], "--nnodes 0 is not a job; give 1 or more nodes to begin with"),
         (["--nproc-per-node", "0"], "--nproc-per-node 0 starts no worker; give 1 or more"),
         (["--listen", "here"], "--listen 'here' is not host:port"),
-        (["--listen", "192.0.2.1:29400"], "192.0.2.1 is no address of this machine; give one that is"),
-        (["--min-workers", "3"], "--min-workers 3 can't be; give 1 to 2, the workers at the start"),
-        (["--connect-timeout", "0"], "--connect-timeout 0 can't be; give more than 0"),
+        (["--listen", "192.0.2.1:29400"], "192.0.2.1 is not an address of this machine; give one that is"),
+        (["--min-workers", "3"], "--min-workers 3 is invalid; give 1 to 2, the workers at the start"),
+        (["--connect-timeout", "0"], "--connect-timeout 0 is invalid; give more than 0"),
     ],
 )
 def test_bad_options(capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], said: str) -> None:
@@ -149,7 +149,7 @@ def test_node_0_waits_for_a_coordinator_on_another_machine(tmp_path: Path, monke
     with ExitStack() as stack:
         with pytest.raises(LaunchError, match=r"nothing answers at 192\.0\.2\.1:29400 .*resihp coordinator there"):
             seat_of(options, stack)
-        with pytest.raises(LaunchError, match=r"192\.0\.2\.1 is no address of this machine"):
+        with pytest.raises(LaunchError, match=r"192\.0\.2\.1 is not an address of this machine"):
             seat_of(LaunchOptions(("x.py",), coordinator=ELSEWHERE), stack)
 
 

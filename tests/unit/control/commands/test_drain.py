@@ -53,8 +53,8 @@ def test_a_refusal_is_one_line(sent: list[Any], capsys: pytest.CaptureFixture[st
     [
         (["1"], "'1' names nothing; give node:RANK or worker:ID"),
         (["node:-1"], "'node:-1' names nothing"),
-        (["node:1", "--deadline", "0"], "0 is no time; give seconds, more than 0"),
-        (["node:1", "--deadline", "soon"], "soon is no time"),
+        (["node:1", "--deadline", "0"], "0 is not a time; give seconds, more than 0"),
+        (["node:1", "--deadline", "soon"], "soon is not a time"),
         ([], "the following arguments are required: node:RANK|worker:ID"),
     ],
 )

@@ -41,18 +41,18 @@ def test_each_draining_node_is_asked_for_once(tmp_path: Path) -> None:
     states = {"n0": "allocated", "n1": "draining", "n2": "mixed", "n3": "draining*"}
     said, asked = watch(tmp_path, states, 'echo "resihp: told to leave"')
     assert asked == [f"drain {tmp_path} node:1", f"drain {tmp_path} node:3"]
-    assert said == [f"drain_watch.sh: Slurm drains {host}: resihp: told to leave" for host in ("n1", "n3")]
+    assert said == [f"drain_watch.sh: SLURM drains {host}: resihp: told to leave" for host in ("n1", "n3")]
 
 
 def test_what_is_refused_is_asked_for_again_and_said_once(tmp_path: Path) -> None:
     said, asked = watch(tmp_path, {"n2": "drained"}, 'echo "resihp: the job has not begun to train" >&2; exit 2')
     assert asked == [f"drain {tmp_path} node:2"] * LOOKS
-    assert said == ["drain_watch.sh: Slurm drains n2: resihp: the job has not begun to train"]
+    assert said == ["drain_watch.sh: SLURM drains n2: resihp: the job has not begun to train"]
 
 
 def test_node_0_stays(tmp_path: Path) -> None:
     said, asked = watch(tmp_path, {"n0": "draining"}, "")
-    assert not asked and said == ["drain_watch.sh: Slurm drains n0: node 0 has the coordinator, and stays"]
+    assert not asked and said == ["drain_watch.sh: SLURM drains n0: node 0 has the coordinator, and stays"]
 
 
 def test_an_allocation_that_joined_later_has_later_ranks(tmp_path: Path) -> None:

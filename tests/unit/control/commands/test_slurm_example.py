@@ -158,7 +158,7 @@ def test_a_task_queues_the_job_again_if_the_first_node_is_lost(
         (["--save", "out", "--ckpt-step", "3"], {}, "--ckpt-step would apply again"),
         (["--save", "out", "--load", "base"], {}, "--load base would load that again"),
         (["--load", "base"], {}, "usage: sbatch"),
-        (["--save", "out"], {"SLURM_GPUS_ON_NODE": ""}, "say sbatch --gpus-per-node=N"),
+        (["--save", "out"], {"SLURM_GPUS_ON_NODE": ""}, "use sbatch --gpus-per-node=N"),
     ],
 )  # fmt: skip
 def test_what_can_not_go_on_is_refused_before_it_begins(

@@ -105,7 +105,7 @@ def test_workers_by_word() -> None:
     assert options("--nproc-per-node auto", gpus=0).workers_per_node == 4
     assert options("--nproc_per_node cpu").workers_per_node == 4
     assert "this machine shows no GPU; give how many" in refused("--nproc-per-node gpu", gpus=0)
-    assert "--nproc-per-node many is no number" in refused("--nproc-per-node many")
+    assert "--nproc-per-node many is not a number" in refused("--nproc-per-node many")
 
 
 def test_where_output_goes() -> None:
@@ -149,7 +149,7 @@ def test_how_torchrun_works_is_of_no_matter() -> None:
         ("--standalone --nnodes 2", "--standalone is for one node"),
         ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint head:0", "other nodes can't know"),
         ("--rdzv-conf fast", "is not KEY=VALUE"),
-        ("--rdzv-conf timeout=long", "which is no number"),
+        ("--rdzv-conf timeout=long", "which is not a number"),
         ("--nnodes 2 --master_addr ::1", "write an IPv6 host in brackets"),
     ],
 )

@@ -25,7 +25,7 @@ def test_stages_of_neighbours_on_one_node_are_lost_with_it() -> None:
     found, line = said(16, 4, 2, 2)
     assert found == Exposure((1,), (), "start it with --resihp-spread-replicas")
     assert line == (
-        f"losing {NODE_0} or node 1 ends the job with state that is nowhere else; to mend that, start it with "
+        f"losing {NODE_0} or node 1 ends the job with state that is nowhere else; to avoid that, start it with "
         "--resihp-spread-replicas"
     )
     for mended in ({"spread_replicas": True}, {"pipeline_last": False}):
@@ -46,7 +46,7 @@ def test_copies_of_a_shared_optimizer_may_be_on_the_same_node() -> None:
 def test_three_copies_of_parts_cannot_be_spread_over_two_nodes() -> None:
     """Two of three replicas are neighbours on one of the nodes, wherever they are."""
     found, line = said(6, 1, 2, 2, distributed_optimizer=True, spread_replicas=True)
-    assert found.nodes and line.endswith("to mend that, start it without --use-distributed-optimizer")
+    assert found.nodes and line.endswith("to avoid that, start it without --use-distributed-optimizer")
     assert said(6, 1, 2, 2, distributed_optimizer=True, pipeline_last=True)[0].mend is not None
 
 
@@ -54,7 +54,7 @@ def test_three_copies_of_parts_cannot_be_spread_over_two_nodes() -> None:
 def test_one_replica_outlives_no_loss(nodes: int) -> None:
     found, line = said(4, 2, 2, nodes)
     assert found.workers == (0, 1, 2, 3) and found.nodes == tuple(range(1, nodes))
-    assert line.endswith("; to mend that, give it the workers of two replicas, or fewer stages")
+    assert line.endswith("; to avoid that, give it the workers of two replicas, or fewer stages")
 
 
 def test_a_job_of_one_node() -> None:
@@ -89,7 +89,7 @@ def test_a_coordinator_whose_place_another_may_take() -> None:
     shape = JobShape(4, 2, 96, 8)
     neighbours = in_words(2, exposure(shape, 16, True, apart=True, replaceable=True))
     may_go = "losing the coordinator ends the job unless another takes its place"
-    assert neighbours.startswith(f"{may_go}; losing node 0 or node 1 ends it with state that is nowhere else; to mend")
+    assert neighbours.startswith(f"{may_go}; losing node 0 or node 1 ends it with state that is nowhere else; to avoid")
     spread = JobShape(4, 2, 96, 8, spread_replicas=True)
     assert in_words(2, exposure(spread, 16, True, apart=True, replaceable=True)) == f"{may_go}; any node may be lost"
     assert in_words(2, exposure(spread, 16, True, apart=True)).startswith(

@@ -281,7 +281,7 @@ def test_growing_back_after_a_recovery() -> None:
     assert isinstance(asked, AskPlanner)
     run.answer(asked)
     [found] = run.train(4)
-    assert isinstance(found, Recommend) and found.cost_s == 2.0 and "all workers are well" in found.why
+    assert isinstance(found, Recommend) and found.cost_s == 2.0 and "all workers are healthy" in found.why
 
 
 def test_who_only_looks_on_need_not_plan_after_each_recovery() -> None:

@@ -19,6 +19,7 @@ from megatron_resihp.control.transport.secure import (
     RefusedError,
     Session,
 )
+from megatron_resihp.protocol.version import MAJOR
 
 KEY, OTHER = b"the secret", b"another secret"
 LARGEST = 1000
@@ -65,12 +66,14 @@ def test_a_server_that_sends_the_clients_own_proof_back_is_refused() -> None:
 
 
 def test_another_program_is_no_server() -> None:
-    with pytest.raises(ForeignError, match="no coordinator"):
+    with pytest.raises(ForeignError, match="not a coordinator"):
         Answer(KEY, "store", LARGEST).to(b"HTTP/1.1 400 Bad Request".ljust(HELLO_BYTES))
 
 
 def test_a_server_of_another_version_is_named_and_told_nothing() -> None:
-    with pytest.raises(OtherVersionError, match=rf"speaks protocol '1', this process {MAJOR}; give all nodes.* the same"):
+    with pytest.raises(
+        OtherVersionError, match=rf"speaks protocol '1', this process {MAJOR}; give all nodes.* the same"
+    ):
         Answer(KEY, "store", LARGEST).to(b"resihp/1".ljust(HELLO_BYTES))
 
 

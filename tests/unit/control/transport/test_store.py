@@ -208,5 +208,5 @@ def test_a_store_is_served_at_the_address_given_only() -> None:
         assert listener.getsockname()[0] == own
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", listener.getsockname()[1]), timeout=LONG_S)
-    with pytest.raises(StoreError, match=r"192\.0\.2\.1 is no address of this machine; give one that is"):
+    with pytest.raises(StoreError, match=r"192\.0\.2\.1 is not an address of this machine; give one that is"):
         reserve("192.0.2.1", 0)

@@ -86,7 +86,7 @@ def refusal(job: Identity, other: Identity, joining: bool = True) -> str:
 )
 def test_what_changes_what_is_computed_is_refused_by_name(started: Started, given: str, said: str) -> None:
     line = refusal(started(), started(*given.split()))
-    assert line.startswith(f"this worker would not train what the job trains: {said};") and "\n" not in line
+    assert line.startswith(f"this worker differs from the job: {said};") and "\n" not in line
 
 
 def test_all_differences_are_told_but_for_very_many(started: Started) -> None:
@@ -201,7 +201,7 @@ class TestData:
         assert identity.content(data / "huge").startswith(f"{1 << 40} bytes")
 
     def test_what_is_missing_is_not_this_ones_business(self, data: Path, started: Started) -> None:
-        assert refusal(started(), started("--data-path", data / "none")).startswith("this worker would not train")
+        assert refusal(started(), started("--data-path", data / "none")).startswith("this worker differs from the job")
 
 
 def test_every_name_in_the_lists_is_an_argument_of_megatron(started: Started) -> None:

@@ -111,7 +111,7 @@ def test_a_run_after_a_killed_one_is_whole(tmp_path: Path) -> None:
     assert list(recording)[1:] == [b"new"]
 
 
-@pytest.mark.parametrize(("content", "says"), [(b"", "no recording"), (b"no recording at all", "no recording")])
+@pytest.mark.parametrize(("content", "says"), [(b"", "not a recording"), (b"no recording at all", "not a recording")])
 def test_another_file_is_refused_in_one_line(tmp_path: Path, content: bytes, says: str) -> None:
     (tmp_path / "r").write_bytes(content)
     with pytest.raises(RecordingError, match=says):

@@ -51,7 +51,7 @@ def test_a_job_that_would_be_let_in(look: Look) -> None:
     assert found.let_in and found.refusals == () == found.unknown
     lines = list(found.lines())
     assert lines[0] == "train.py, 16 workers (--nnodes 2 --nproc-per-node 8)"
-    assert lines[-1] == "resihp: the job would be let in; no flag is changed"
+    assert lines[-1] == "resihp: the job would be accepted; no flag is changed"
     assert any(
         "losing node 0 (the coordinator's) or node 1 ends the job" in line and "--resihp-spread-replicas" in line
         for line in lines
@@ -76,7 +76,7 @@ def test_every_refusal_at_once(look: Look) -> None:
     assert {"--lr", "--resihp-strategy", "--inprocess-restart", "--optimizer", "--global-batch-size"} <= set(flags)
     assert all(refusal["reason"] and refusal["fix"] for refusal in found.as_json()["refusals"])
     assert found.unknown == ("--load-balance", "--no-such-flag", "--seqlength (do you mean --seq-length?)")
-    assert list(found.lines())[-1].startswith("resihp: the job would be refused: 5 things keep it out")
+    assert list(found.lines())[-1].startswith("resihp: the job would be refused: 5 reasons, see above")
 
 
 @pytest.mark.parametrize("words", ["--attention-backend quick", "--attention-backend=quick"])
@@ -86,7 +86,7 @@ def test_a_value_that_megatron_looks_up(look: Look, words: str) -> None:
 
 def test_a_request_for_help(look: Look) -> None:
     (refusal,) = look("--help").refusals
-    assert refusal == "Megatron's parser ends the script: --help is among the flags; mend that"
+    assert refusal == "Megatron's parser ends the script: --help is among the flags; fix that"
 
 
 def test_what_megatron_itself_refuses(look: Look) -> None:

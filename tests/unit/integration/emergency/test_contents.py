@@ -113,7 +113,7 @@ def test_what_is_missing_is_said_and_nothing_is_written(tmp_path: Path, capsys: 
     write(tmp_path, contents(2, Shard(0, 2, 0, 1)), contents(3, Shard(2, LAYERS, 0, 1), iteration=6))
     assert call(tmp_path) == command.FAILED
     assert capsys.readouterr().err == (
-        "resihp: of the state after iteration 7 no file holds: layer 2; "
+        "resihp: the saved state after iteration 7 lacks: layer 2; "
         "files of other iterations, epochs or runs are never mixed with these: 6\n"
     )
     assert not (tmp_path / DIRECTORY / JOINED).exists()
@@ -125,7 +125,7 @@ def test_files_of_two_runs_or_epochs_are_not_mixed(
 ) -> None:
     write(tmp_path, contents(2, Shard(0, 2, 0, 1)), replace(contents(3, Shard(2, LAYERS, 0, 1)), **other))
     assert call(tmp_path) == command.FAILED
-    assert "no file holds: layer" in capsys.readouterr().err
+    assert "lacks: layer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("iteration", [7, 9])
@@ -149,7 +149,7 @@ def test_what_can_be_loaded_is_named_beside_what_is_missing(tmp_path: Path, caps
     assert call(tmp_path) == 0
     said = capsys.readouterr()
     assert said.out == f"the state after iteration 5 can be loaded with --load {joined}\n"
-    assert "of the state after iteration 7 no file holds: layer 2" in said.err
+    assert "the saved state after iteration 7 lacks: layer 2" in said.err
 
 
 def test_a_directory_without_a_saved_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,7 +88,7 @@ def test_a_fenced_worker_goes(monkeypatch: pytest.MonkeyPatch) -> None:
         tried.append(len(tried))
         if len(tried) > 1:
             pytest.fail("tried again")
-        raise JobEnded(75, "this worker was given up for dead and is fenced")
+        raise JobEnded(75, "this worker was declared dead and is fenced")
 
     monkeypatch.setattr(recovery, "_enter_next_epoch", enter)
     with pytest.raises(JobEnded):

@@ -359,7 +359,8 @@ def test_refusals_speak_of_what_was_given() -> None:
         {name: f"--{name.replace('_', '-')}" for name in (*vars(values), "lr")},
     )
     assert lines == [
-        "--new-in-megatron is not supported with --resihp: nobody has yet read what it does; leave it or --resihp out",
+        "--new-in-megatron is not supported with --resihp: nobody has yet read what it does; leave out this flag or "
+        "--resihp",
         "--optimizer lion is not supported with --resihp: use adam; or sgd without --save and --load, since Megatron "
         "can't load what it saves of it; or muon with --muon-tp-mode blockwise and --muon-scalar-optimizer adam, "
         "without --loss-scale: in other modes it communicates during the step; with --use-distributed-optimizer it "

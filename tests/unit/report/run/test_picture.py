@@ -31,7 +31,7 @@ def test_changes_say_what_is_done_otherwise_and_verdicts_why(changed_run: Any) -
         (10, MarkKind.CHANGE, "worker 11 came back: the first plan again"),
         (15, MarkKind.VERDICT, "worker 6 at 50 %"),
         (20, MarkKind.CHANGE, "layers 3+3, 4+2, micro-batches 5+3"),
-        (25, MarkKind.VERDICT, "worker 6 well again"),
+        (25, MarkKind.VERDICT, "worker 6 healthy again"),
         (30, MarkKind.CHANGE, "the first plan again"),
     ]
     assert (marks[0].after, marks[0].kind, marks[0].recovered) == (5, MarkKind.DEATH, True)

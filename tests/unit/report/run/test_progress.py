@@ -65,7 +65,7 @@ def test_workers_are_named_with_their_machines_and_gpus(synthetic_run: Callable[
     lines = follow(run.events, isatty=False).splitlines()
     assert "worker 3 (node7, GPU 2) died (out-of-memory killer, exit signal 9), noticed after 12 ms" in lines
     assert "worker 5 (node8) raised: ValueError: no" in lines
-    assert any(line.startswith("iteration 63: worker 5 (node8) runs at 80 %") for line in lines)
+    assert any(line.startswith("iteration 63: worker 5 (node8) has run at 80 %") for line in lines)
     assert any(line.startswith("iteration 9: one of worker 4 and worker 5 (node8) runs at 80 %") for line in lines)
 
 
@@ -112,9 +112,10 @@ def test_whatever_befalls_a_run_is_told(synthetic_run: Callable[..., Any]) -> No
         "planned by joint in 1.5 s",
         "planned ahead by joint in 2.5 s",
         "planned by uniform instead of joint: no plan within 30 s",
-        "another plan would pay: worker 3 at 0.50: iterations 20 % shorter; --resihp-act act would take it",
-        "another plan would pay: worker 3 at 0.50: iterations 20 % shorter; see `resihp apply`: run/proposals/1.json",
-        "no change of the plan, asked for by hand: plan.json: this plan is in force already",
+        "another plan would pay off: worker 3 at 0.50: iterations 20 % shorter; --resihp-act act would take it",
+        "another plan would pay off: worker 3 at 0.50: iterations 20 % shorter; see `resihp apply`: "
+        "run/proposals/1.json",
+        "change of plan refused (asked for by hand: plan.json): this plan is in force already",
         "change 1 of the plan, asked for by hand: plan.json:",
         "  replica 0: layers 3, 3 → 2, 4",
         "change 1 done after iteration 10; stood still for 250 ms",
@@ -172,9 +173,9 @@ def test_verdicts_are_told_in_words(synthetic_run: Callable[..., Any]) -> None:
     run.write("detection_failed", part="verdicts", error="RuntimeError: no judgement")
     lines = follow(run.events, isatty=False).splitlines()
     link = "the link between workers 1 and 3"
-    assert "iteration 63: worker 5 runs at 80 % (79 to 82 %) of its healthy speed since iteration 61" in lines
-    assert f"iteration 63: {link} runs at 80 % of its healthy speed since iteration 61" in lines
-    assert "iteration 93: worker 5 is back at full speed since iteration 90" in lines
+    assert "iteration 63: worker 5 has run at 80 % (79 to 82 %) of its healthy speed since iteration 61" in lines
+    assert f"iteration 63: {link} has run at 80 % of its healthy speed since iteration 61" in lines
+    assert "iteration 93: worker 5 has been back at full speed since iteration 90" in lines
     assert "iteration 95: data held up worker 0 and worker 2 for 4.0 s" in lines
     assert "iteration 96: data held up worker 1; 24 iterations so far, for 1.0 s in all, 50 ms at most" in lines
     stalled = "after iteration 96; one usually takes 400 ms"

@@ -163,12 +163,12 @@ def test_workers_of_a_node_that_joined_are_in_the_headline(synthetic_run: Callab
     run.change("workers 8, 9 joined", [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8], [9]]])
     run.step(36)
     run.finish()
-    assert "; 2 workers joined; 1 change of plan by choice; " in page(summarize(run.events))
+    assert "; 2 workers joined; 1 voluntary change of plan; " in page(summarize(run.events))
 
 
 def test_changes_by_choice_are_told(changed_run: Any) -> None:
     lines = page(summarize(changed_run.events)).splitlines()
-    assert "; 1 worker dead; 1 came back; 3 changes of plan by choice; no sample" in lines[0]
+    assert "; 1 worker dead; 1 came back; 3 voluntary changes of plan; no sample" in lines[0]
     plans = lines[next(n for n, line in enumerate(lines) if line.startswith("Plans (")) :]
     chosen = next(line for line in plans if line.strip().startswith("20 "))
     assert {"DP2", "3+3,", "4+2", "5+3", "200"} <= set(chosen.split())
@@ -277,5 +277,5 @@ def test_what_the_detector_found_and_left_out(synthetic_run: Callable[..., Any])
         "verdict", kind="compute", change="onset", workers=[5], speed=0.8, since=61, iteration=63, evidence={"z": 9.0}
     )
     summary = summarize(run.events)
-    assert "iteration 63: worker 5 runs at 80 % of its healthy speed since iteration 61" in page(summary)
+    assert "iteration 63: worker 5 has run at 80 % of its healthy speed since iteration 61" in page(summary)
     assert RunSummary.from_json(summary.to_json()) == summary

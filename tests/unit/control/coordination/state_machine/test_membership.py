@@ -1030,9 +1030,9 @@ class TestChangeByChoice:
             (plan_of((((0,), (2,)), (Chunk(0, 0, 2), Chunk(1, 2, 5))), counts=(4,)), "5 layers, the job 6"),
             (plan_of((((0, 1, 2),),), counts=(4,)), "doesn't fit the job"),
             ({"replicas": []}, "the plan lacks 'standbys'"),
-            ({**UNLIKE.to_dict(), "uneven_shards": True}, "unlike shards"),
+            ({**UNLIKE.to_dict(), "uneven_shards": True}, "unequal shards"),
             ({"version": 3}, "a plan of version 3"),
-            ([1], "this is no plan"),
+            ([1], "this is not a plan"),
         ],
     )
     def test_what_is_refused(self, asked: Any, reason: str) -> None:
