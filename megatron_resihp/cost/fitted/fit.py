@@ -208,11 +208,13 @@ def nonnegative_least_squares(
     unit = np.where(size > 0, size, 1.0)
     matrix, vector = matrix / (unit[:, :, None] * unit[:, None, :]), vector / unit
     for subset in map(list, _SUBSETS):
-        # If columns are collinear, any solution will do; the ridge is far below the noise of the times.
-        part = matrix[:, subset][:, :, subset] + 1e-13 * np.eye(len(subset))
+        one, usable = np.eye(len(subset)), allowed[:, subset].all(axis=1)
+        # If columns are collinear, any solution will do; the ridge is far below the noise of the times. Rounding may
+        # undo it where columns are alike, so what is not allowed is not solved either.
+        part = np.where(usable[:, None, None], matrix[:, subset][:, :, subset] + 1e-13 * one, one)
         found = np.linalg.solve(part, vector[:, subset, None])[..., 0]
         explained = (found * vector[:, subset]).sum(axis=1)
-        better = allowed[:, subset].all(axis=1) & (found >= 0).all(axis=1) & (explained > gain * (1 + 1e-11))
+        better = usable & (found >= 0).all(axis=1) & (explained > gain * (1 + 1e-11))
         candidate = np.zeros_like(vector)
         candidate[:, subset] = found
         best = np.where(better[:, None], candidate, best)

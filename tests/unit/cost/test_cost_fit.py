@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_resihp.cost.fitted.fit import LONG, Finding, fit, masked_median
+from megatron_resihp.cost.fitted.fit import LONG, Finding, fit, masked_median, nonnegative_least_squares
 
 ALPHA, BETA, GAMMA = 1e-6, 3e-10, 2e-3
 
@@ -135,6 +135,15 @@ def test_nothing_measured_gives_no_number() -> None:
     found = fit(np.zeros((2, 0)), np.zeros((2, 0)), np.zeros((2, 0)))
     assert np.isnan(found.gamma).all()
     assert (found.finding == Finding.TOO_FEW).all()
+
+
+def test_columns_that_rounding_makes_singular_do_not_end_the_fit() -> None:
+    matrix = np.ones((1, 3, 3))
+    matrix[0, 0, 2] = matrix[0, 2, 0] = 1 + 1e-13  # more than perfectly correlated
+    only_constant = np.array([[False, False, True]])
+    assert nonnegative_least_squares(matrix, np.full((1, 3), 2.0), only_constant) == pytest.approx(
+        np.array([[0.0, 0.0, 2.0]])
+    )
 
 
 def test_a_warm_up_of_256_workers_is_fitted_quickly() -> None:
