@@ -172,6 +172,14 @@ def why_own_context(arguments: Mapping[str, Any]) -> str:
     return ""
 
 
+def why_own_experts(arguments: Mapping[str, Any]) -> str:
+    """Why other numbers of replicas that share each layer's experts than the job's own would train otherwise; empty:
+    they wouldn't."""
+    if arguments.get("fp8") and arguments.get("num_experts"):
+        return "8-bit scales are of the tokens that an expert gets from all replicas that share it"
+    return ""
+
+
 def _words(value: str | Sequence[str] | None) -> Sequence[str]:
     return [value] if isinstance(value, str) else value or ()
 

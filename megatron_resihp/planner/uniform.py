@@ -137,7 +137,7 @@ class JobShape:
         working = {sharing: self._working(replicas, sharing) for sharing in self.sharings}
         possible = [sharing for sharing, count in working.items() if count]
         if not possible:
-            raise NoPlanError(f"{replicas} complete replicas can't share {self._shared}")
+            raise NoPlanError(f"{replicas} complete replicas can't share {self.shared}")
 
         def preference(sharing: Sharing) -> tuple[float, int, int]:
             longest = max(self.shares(working[sharing] // sharing.context, sharing.in_step))
@@ -152,7 +152,7 @@ class JobShape:
         return 0 if rest else sharing.together * min(replicas // sharing.together, rounds // self.fewest_micro_batches)
 
     @property
-    def _shared(self) -> str:
+    def shared(self) -> str:
         """What replicas must share, and in groups of how many."""
         degrees = {
             "sequences": dict.fromkeys(sharing.context for sharing in self.sharings),

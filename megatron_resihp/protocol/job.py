@@ -35,6 +35,8 @@ class JobDescription:
         sequence_parallel: members of a stage share the tokens between layers.
         keeps_degree: why all stages need the job's own tensor-parallel degree; empty: they don't.
         keeps_context: why as many replicas must share each sequence as in the job's own layout; empty: they needn't.
+        keeps_experts: why as many replicas must share each layer's experts as in the job's own layout, and the same
+            micro-batches must meet in them; empty: they needn't.
         experts: of a layer that has any; 0: none has.
         expert_members: see `ParallelPlan`.
         micro_batch_group: micro-batches that go through one chunk of an interleaved pipeline before its stages turn to
@@ -99,6 +101,7 @@ class JobDescription:
     context_parallel: Degree = 1
     keeps_degree: str = ""
     keeps_context: str = ""
+    keeps_experts: str = ""
     expert_parallel: Degree = 1
     experts: Natural = 0
     expert_members: Natural = 0

@@ -2,8 +2,8 @@
 """Which single losses would end the job as it is placed, and what would change that.
 
 State that is lost with a node or a worker is what ends a job: survivors that hold everything between them are enough
-for a plan. Node 0 ends it whatever it holds if the coordinator runs there, and so does any loss that leaves fewer
-workers than the user pays for. Pure; imports `plan` and `planner`.
+for a plan. Node 0 ends it whatever it holds if the coordinator runs there. So does any loss that leaves fewer workers
+than the user pays for, or fewer replicas than must share sequences or experts. Pure; imports `plan` and `planner`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class Exposure:
         mend: what to do about it; None: nothing is wrong, or no single flag helps.
         idle: why a flag that is given does nothing; None: it does, or is not given.
         too_few: the losses, "worker" or "node", that leave fewer workers than there must be; None: none does.
+        unshared: what too few replicas are left to share once any worker is lost; empty: there is nothing.
         apart: the coordinator runs on none of the nodes.
         replaceable: another coordinator may take its place.
     """
@@ -36,6 +37,7 @@ class Exposure:
     mend: str | None = None
     idle: str | None = None
     too_few: str | None = None
+    unshared: str = ""
     apart: bool = False
     replaceable: bool = False
 
@@ -54,10 +56,12 @@ def exposure(
         replaceable: another coordinator may take its place.
     """
     nodes, alone = _fatal(shape, workers, pipeline_last, apart)
-    mend = _mend(shape, workers, pipeline_last, apart) if nodes or alone else None
     losses = {"worker": 1, "node": shape.workers_per_node}
     too_few = next((name for name, lost in losses.items() if workers - lost < fewest), None) if fewest > 1 else None
-    return Exposure(nodes, alone, mend, _idle(shape, workers), too_few, apart, replaceable)
+    sharers = min(each.together for each in shape.sharings)
+    unshared = shape.shared if sharers > 1 and (workers - 1) // shape.replica_size < sharers else ""
+    mend = _mend(shape, workers, pipeline_last, apart) if nodes or alone or unshared else None
+    return Exposure(nodes, alone, mend, _idle(shape, workers), too_few, unshared, apart, replaceable)
 
 
 def _fatal(shape: JobShape, workers: int, pipeline_last: bool, apart: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -73,6 +77,8 @@ def _fatal(shape: JobShape, workers: int, pipeline_last: bool, apart: bool) -> t
 def _mend(shape: JobShape, workers: int, pipeline_last: bool, apart: bool) -> str | None:
     if shape.shares_experts:
         return "give it more workers, or fewer of them that share experts"
+    if all(each.context > 1 for each in shape.sharings):
+        return "give it more workers, or fewer of them that share sequences"
     if workers == shape.replica_size:
         return "give it the workers of two replicas, or fewer stages"
     with_flag, without = f"start it with {SPREAD}", f"start it without {OPTIMIZER}"
@@ -105,6 +111,8 @@ def _losses(nodes: int, found: Exposure, fewest: int) -> str:
     workers = [] if others or not found.workers else ["any worker"]
     if found.too_few == "worker" or (found.too_few and nodes > 1 and not found.workers):
         return f"losing any {found.too_few} ends the job, which then has fewer workers than --min-workers {fewest}"
+    if found.unshared:
+        return f"losing any worker ends the job, which then has too few replicas to share {found.unshared}"
     if nodes == 1:
         return "losing any worker ends the job" if found.workers else "any one worker may be lost"
     coordinator = "the coordinator" if found.apart else "node 0 (the coordinator's)"

@@ -77,9 +77,10 @@ def shape_of(job: JobDescription, workers_per_node: int) -> JobShape:
     """The sizes of a job, as its workers have told them."""
     members = job.tensor_parallel if job.sequence_parallel else 1
     groups = job.tensor_parallel // (job.expert_members or job.tensor_parallel)
-    own = job.context_parallel
-    contexts = (own,) if job.keeps_context else context_degrees(own, job.seq_length, members)
-    experts = expert_degrees(job.expert_parallel, job.experts // groups) if job.expert_parallel > 1 else (1,)
+    context, sharers = job.context_parallel, job.expert_parallel
+    contexts = (context,) if job.keeps_context else context_degrees(context, job.seq_length, members)
+    keeps = sharers == 1 or job.keeps_experts
+    experts = (sharers,) if keeps else expert_degrees(sharers, job.experts // groups)
     return JobShape(
         job.tensor_parallel, job.pipeline_parallel, job.micro_batches, workers_per_node, job.micro_batch_group,
         job.distributed_optimizer, job.spread_replicas,

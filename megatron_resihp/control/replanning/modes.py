@@ -15,6 +15,7 @@ from megatron_resihp.executor.direct.order_check import check_order_of_plan
 from megatron_resihp.executor.route_check import check_plan
 from megatron_resihp.executor.routes import RouteError
 from megatron_resihp.plan import Chunk, Kept, ParallelPlan, PlanError, Shard, shortened, spelled_out
+from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.plan.spelling import coordinate_at
 from megatron_resihp.protocol.job import JobDescription
 
@@ -73,18 +74,7 @@ class _Uniform(PlanMode):
             raise PlanError(f"{needed}: {job.keeps_context}")
         if degree > 1 and (tokens % (2 * degree) or tokens // degree % members):
             raise PlanError(f"{degree} replicas can't share the {tokens} tokens of a sequence evenly")
-        sharing = plan.expert_parallel
-        if sharing > job.expert_parallel:
-            raise PlanError(f"experts can be shared by {job.expert_parallel} replicas at most, not {sharing}")
-        if keeps_ratio(job) and sharing * job.context_parallel != job.expert_parallel * degree:
-            said = f"{sharing} replicas can't share experts where {degree} share sequences"
-            raise PlanError(f"{said}: with --use-tp-pp-dp-mapping, both become fewer in the same ratio")
-        groups = job.tensor_parallel // (job.expert_members or job.tensor_parallel)
-        if job.experts % (sharing * groups):
-            raise PlanError(f"{sharing} replicas can't share the {job.experts} experts of a layer evenly")
-        if plan.expert_members != job.expert_members:
-            said = f"expert_members is {job.expert_members} in this job, not {plan.expert_members}"
-            raise PlanError(f"{said}: how members of a stage share experts stays the same")
+        _check_experts(plan, job)
 
     def standbys(self, held: Holders, own: tuple[Chunk, ...], degree: int) -> dict[int, Kept]:
         return {worker: coordinate_at(own, shards, degree) for worker, shards in held.items()}
@@ -94,6 +84,38 @@ class _Uniform(PlanMode):
 
     def without_parts_kept(self, plan: ParallelPlan) -> ParallelPlan:
         return plan
+
+
+def _check_experts(plan: ParallelPlan, job: JobDescription) -> None:
+    """Raises PlanError if replicas can't share experts as a uniform plan says."""
+    sharing = plan.expert_parallel
+    if sharing > job.expert_parallel:
+        raise PlanError(f"experts can be shared by {job.expert_parallel} replicas at most, not {sharing}")
+    if keeps_ratio(job) and sharing * job.context_parallel != job.expert_parallel * plan.context_parallel:
+        said = f"{sharing} replicas can't share experts where {plan.context_parallel} share sequences"
+        raise PlanError(f"{said}: with --use-tp-pp-dp-mapping, both become fewer in the same ratio")
+    if job.keeps_experts and sharing != job.expert_parallel:
+        raise PlanError(f"{job.expert_parallel} replicas must share experts, not {sharing}: {job.keeps_experts}")
+    if job.keeps_experts and not _meet_as_at_the_start(plan):
+        raise PlanError(f"other micro-batches would meet in the experts: {job.keeps_experts}")
+    groups = job.tensor_parallel // (job.expert_members or job.tensor_parallel)
+    if job.experts % (sharing * groups):
+        raise PlanError(f"{sharing} replicas can't share the {job.experts} experts of a layer evenly")
+    if plan.expert_members != job.expert_members:
+        said = f"expert_members is {job.expert_members} in this job, not {plan.expert_members}"
+        raise PlanError(f"{said}: how members of a stage share experts stays the same")
+
+
+def _meet_as_at_the_start(plan: ParallelPlan) -> bool:
+    """Whether the micro-batches that replicas which share experts run at a time are those that Megatron's own dealing
+    gives them, whatever the number of replicas: as many in a row, from a multiple of that on."""
+    hands = [replica.micro_batches for replica in plan.replicas[:: plan.context_parallel]]
+    count = Sharing(plan.context_parallel, plan.expert_parallel).in_step
+    return all(
+        each == tuple(range(each[0], each[0] + count)) and each[0] % count == 0
+        for first in range(0, len(hands), count)
+        for each in zip(*hands[first : first + count], strict=True)
+    )
 
 
 class _Heterogeneous(PlanMode):

@@ -16,7 +16,14 @@ from megatron_resihp.cost.device import Device, durations, layer_work, transfers
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.layers import model_from_arguments
 from megatron_resihp.cost.presets import PRESETS, preset
-from megatron_resihp.cost.training import Recompute, Training, training_from_arguments, why_own_context, why_own_degree
+from megatron_resihp.cost.training import (
+    Recompute,
+    Training,
+    training_from_arguments,
+    why_own_context,
+    why_own_degree,
+    why_own_experts,
+)
 from megatron_resihp.pipeline.schedules import one_f_one_b, zero_bubble_h1
 from megatron_resihp.pipeline.search.bounds import makespan_lower_bound
 from megatron_resihp.pipeline.simulate import simulate
@@ -100,6 +107,11 @@ def test_sequences_whose_heads_are_dealt_out_are_shared_by_divisors_of_the_jobs_
     """Five could share 40,960 tokens, but not the heads of eight."""
     arguments = {"cp_comm_type": ways, "context_parallel_size": own, "seq_length": tokens}
     assert bool(why_own_context(arguments)) == keeps
+
+
+def test_scales_of_eight_bits_are_those_of_the_tokens_that_meet() -> None:
+    assert why_own_experts({"fp8": "hybrid", "num_experts": 4})
+    assert not why_own_experts({"fp8": None, "num_experts": 4}) and not why_own_experts({"fp8": "hybrid"})
 
 
 def test_fused_experts_are_whole() -> None:

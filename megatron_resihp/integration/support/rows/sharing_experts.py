@@ -30,8 +30,6 @@ _CLASHES = (
         lambda values: values["overlap_param_gather_with_optimizer_step"],
         _ALONE,
     ),
-    Clash("fp8", lambda values: values["fp8"], "the scales of experts' tensors don't move with the experts"),
-    Clash("fp4", lambda values: values["fp4"], "the scales of experts' tensors don't move with the experts"),
     Clash("reset_position_ids", lambda values: values["reset_position_ids"], _DOCUMENTS),
     Clash(
         "dataloader_inter_document_masking",

@@ -84,6 +84,18 @@ def test_experts_that_one_worker_has_are_in_copies_of_a_shared_optimizer(shared:
     assert found.workers == (() if shared else (0, 1, 2, 3)) and found.nodes == (() if shared else (1, 2, 3))
 
 
+def test_replicas_that_must_share_in_groups_of_one_size() -> None:
+    """Copies of a shared optimizer have all of the state, and half a group can't use it."""
+    experts, sequences = sharings((1,), (2,)), sharings((2,), (1,))
+    for kind, sharing in (("experts", experts), ("sequences", sequences)):
+        shape = JobShape(1, 1, 96, 4, distributed_optimizer=True, sharings=sharing)
+        assert in_words(1, exposure(shape, 2, True)) == (
+            f"losing any worker ends the job, which then has too few replicas to share {kind} in groups of 2; to mend "
+            f"that, give it more workers, or fewer of them that share {kind}"
+        )
+        assert in_words(1, exposure(shape, 4, True)) == "any one worker may be lost"
+
+
 def test_a_coordinator_whose_place_another_may_take() -> None:
     """Two nodes, and the coordinator on neither of them."""
     shape = JobShape(4, 2, 96, 8)

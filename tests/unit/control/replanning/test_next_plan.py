@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from megatron_resihp.control.replanning.inventory import Survivors
+from megatron_resihp.control.replanning.inventory import Survivors, shape_of
 from megatron_resihp.control.replanning.modes import mode_of
 from megatron_resihp.control.replanning.next_plan import Heard, StrategicPlan, uniform_plan
 from megatron_resihp.control.replanning.planning import answer
@@ -16,8 +16,18 @@ from megatron_resihp.cost.layers import Model, model_from_arguments
 from megatron_resihp.cost.memory import memory_of
 from megatron_resihp.cost.training import Training, training_from_arguments
 from megatron_resihp.events.replanning import Planned
-from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, Replica, Shard, even_chunks, rules, spelled_out
-from megatron_resihp.planner import JobShape, NoPlanError, initial_plan
+from megatron_resihp.plan import (
+    Chunk,
+    Coordinate,
+    ParallelPlan,
+    PlanError,
+    Replica,
+    Shard,
+    even_chunks,
+    rules,
+    spelled_out,
+)
+from megatron_resihp.planner import JobShape, NoPlanError, initial_plan, plan_uniform
 from megatron_resihp.planner.uniform import sharings
 from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.planning import KnownJob, NoPlan, PlanFound, PlannerAnswer, PlannerRequest
@@ -246,6 +256,63 @@ class TestSharedSequences:
     def test_plans_that_cannot_be_run_are_refused(self, plan: ParallelPlan, reason: str) -> None:
         with pytest.raises(PlanError, match=reason):
             mode_of(plan).check_ops(plan, self.OWN, self.survivors(0).job)
+
+
+class TestTokensThatMeet:
+    """Pairs of replicas share experts, and the same micro-batches must meet in them."""
+
+    OWN: ClassVar = even_chunks(4, 1)
+    MET: ClassVar = replace(
+        JOB, chunks=OWN, pipeline_parallel=1, micro_batches=8, expert_parallel=2, experts=4,
+        keeps_experts="of what they get",
+    )  # fmt: skip
+
+    def survivors(self, *workers: int, **told: Any) -> Survivors:
+        job = replace(self.MET, **told)
+        shape = shape_of(job, workers_per_node=4)
+        start = initial_plan(shape, 4)
+        full = spelled_out(start, self.OWN)
+        return Survivors(shape, self.OWN, {w: full.shards_of(w) for w in workers}, start, start, job, ARGUMENTS, 4)
+
+    def check(self, *hands: tuple[int, ...], sharing: int = 2) -> None:
+        replicas = tuple(Replica(((worker,),), hand) for worker, hand in enumerate(hands))
+        plan = ParallelPlan(replicas, expert_parallel=sharing)
+        mode_of(plan).check_ops(plan, self.OWN, self.MET)
+
+    def test_whole_pairs_go_on(self) -> None:
+        plan, _ = uniform_plan(self.survivors(0, 1, 2))
+        assert (plan.expert_parallel, len(plan.replicas), plan.standbys) == (2, 2, {2: None})
+        mode_of(plan).check_ops(plan, self.OWN, self.MET)
+        alone, _ = uniform_plan(self.survivors(0, 1, 2, keeps_experts=""))
+        assert (alone.expert_parallel, len(alone.replicas)) == (1, 3)
+
+    @pytest.mark.parametrize("replicas", [2, 4, 6, 8, 10, 12])
+    def test_the_same_meet_in_uniform_plans_of_any_size(self, replicas: int) -> None:
+        shape = shape_of(replace(self.MET, micro_batches=24), workers_per_node=4)
+        plan = initial_plan(shape, 12)
+        held = dict.fromkeys(range(replicas), Coordinate(0, 0))
+        fewer = plan_uniform(shape, held, plan)
+        assert len(fewer.replicas) == replicas
+        mode_of(fewer).check_ops(fewer, self.OWN, self.MET)
+
+    def test_half_a_pair_does_not(self) -> None:
+        held = self.survivors(0, 1)
+        half = replace(held, held={0: (Shard(0, 6, 0, 1),)})
+        with pytest.raises(NoPlanError, match="can't share experts in groups of 2"):
+            uniform_plan(half)
+
+    def test_other_numbers_that_share(self) -> None:
+        with pytest.raises(PlanError, match="2 replicas must share experts, not 1: of what they get"):
+            self.check((0, 2, 4, 6), (1, 3, 5, 7), sharing=1)
+
+    @pytest.mark.parametrize(
+        "hands", [((0, 1, 2, 3), (4, 5, 6, 7)), ((1, 3, 5, 7), (2, 4, 6, 0)), ((0, 2, 4, 6), (1, 3, 7, 5))]
+    )
+    def test_other_micro_batches_that_meet(self, hands: tuple[tuple[int, ...], ...]) -> None:
+        self.check((0, 2, 4, 6), (1, 3, 5, 7))
+        self.check((4, 0), (5, 1), (2, 6), (3, 7))
+        with pytest.raises(PlanError, match="other micro-batches would meet in the experts: of what they get"):
+            self.check(*hands)
 
 
 def model_and_training() -> tuple[Model, Training]:

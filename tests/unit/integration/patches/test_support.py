@@ -429,6 +429,7 @@ IN_FP32 = [word for word in " ".join(COMMON).replace("--save out ", "").split() 
         "--save out --use-distributed-optimizer",
         "--expert-tensor-parallel-size 1 --tensor-model-parallel-size 2 --sequence-parallel",
         "--num-distributed-optimizer-instances 2 --use-distributed-optimizer",
+        "--bf16 --fp8-format e4m3 --fp8-recipe blockwise",
     ],
 )  # fmt: skip
 def test_experts_may_be_shared(check: Check, command: str) -> None:
