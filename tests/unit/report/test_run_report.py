@@ -63,7 +63,7 @@ def test_a_full_disk_silences_neither_the_terminal_nor_the_last_page(
     run.finish()
     play(run, report, told)
     report.finish()
-    assert "iteration 23: worker 5 runs at 80 %" in stream.getvalue()
+    assert "iteration 23: worker 5 has run at 80 %" in stream.getvalue()
     page = stream.getvalue()[stream.getvalue().rindex("Ended with") :]
     assert page.startswith("Ended with exit code 0, but the log is incomplete: iteration 12 of 40 is its last; ")
     assert "samples: can't tell: log damaged" in page
