@@ -26,6 +26,7 @@ from test_expert_parallelism import (
 from test_records import recorded
 
 from megatron_resihp.detector.input.records import OpKind
+from megatron_resihp.plan import ParallelPlan
 
 pytestmark = pytest.mark.nightly
 
@@ -50,13 +51,13 @@ def test_a_death_and_the_return_of_the_worker(jobs: Jobs) -> None:
     assert turns == {1: [1] * 4, 6: [0] * 3, 14: [1] * 4}
 
 
-@pytest.mark.parametrize("draws", [DROPOUT | {"moe_input_jitter_eps": 0.1}, DROPOUT | CHUNKS], ids=["plain", "chunks"])
+@pytest.mark.parametrize("draws", [{"moe_input_jitter_eps": 0.1}, CHUNKS | OPTIMIZER], ids=["plain", "chunks"])
 def test_masks_are_those_of_a_job_without_overlap(jobs: Jobs, tmp_path: Path, draws: dict[str, Any]) -> None:
     """Whichever of both schedules a plan leaves."""
     replicas = STAGES if "num_layers" in draws else WORKER
-    reference = jobs.reference(tiny(**SHARED | draws), workers=WORKERS)
+    reference = jobs.reference(tiny(**SHARED | DROPOUT | draws), workers=WORKERS)
     asked = there_and_back(tmp_path, replicas)
-    job = jobs.run(tiny(**OVERLAPPED | draws, **asked), workers=WORKERS, script=SCRIPT)
+    job = jobs.run(tiny(**OVERLAPPED | DROPOUT | draws, **asked), workers=WORKERS, script=SCRIPT)
     check_training(job, reference)
     assert [degree for degree, _ in degrees(job)] == [2, 1, 2, 1]
 
@@ -66,7 +67,7 @@ def test_masks_are_those_of_a_job_without_overlap(jobs: Jobs, tmp_path: Path, dr
     [
         (WORKER, {"bf16": True}, BF16),
         (STAGES, CHUNKS | OPTIMIZER, FP32),
-        (STAGES, CHUNKS | EARLY | {"bf16": True}, BF16),
+        (STAGES, CHUNKS | EARLY | {"bf16": True, "use_distributed_optimizer": True}, BF16),
         (MEMBERS, WHOLE | OPTIMIZER, FP32),
     ],
     ids=["bf16", "chunks, optimizer", "chunks, bf16", "whole, optimizer"],
@@ -94,9 +95,10 @@ def overlapped(ops: Any) -> int:
 
 def check_records(job: Job, chunks: int) -> None:
     """In the first iteration, whose micro-batches are run in turns, each op is noted once, and each message between
-    stages by both ends."""
-    (plan, *_) = (event["plan"] for event in job.events("epoch_started"))
-    share = {w: set(r["micro_batches"]) for r in plan["replicas"] for stage in r["stages"] for w in stage}
+    stages by both ends. Their numbers are those of the first replica of two that share experts."""
+    plan = ParallelPlan.from_dict(job.events("epoch_started")[0]["plan"])
+    share = {worker: set(plan.replicas[number - number % 2].micro_batches)
+             for number, replica in enumerate(plan.replicas) for worker, _ in replica.workers()}  # fmt: skip
     records = {record.worker: record for record in recorded(job)[1] if record.iteration == 1}
     assert records.keys() == share.keys()
     for worker, record in records.items():
