@@ -72,10 +72,10 @@ def hold_in_forward(run_dir: Path) -> None:
     plain = pretrain_gpt.forward_step
     iteration = int((run_dir / "hold").read_text())
 
-    def forward_step(*positional: Any) -> Any:
+    def forward_step(*positional: Any, **options: Any) -> Any:
         if get_args().curr_iteration + 1 == iteration:
             wait_for(run_dir / "go_on")
-        return plain(*positional)
+        return plain(*positional, **options)
 
     pretrain_gpt.forward_step = forward_step
 
