@@ -6,11 +6,11 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
-from jobs import BF16, Job, Jobs, ask_at, ask_for, check_samples, tiny
+from jobs import BF16, Job, Jobs, Tolerance, ask_at, ask_for, check_samples, tiny
 from stock_runs import (
     LARGE_JOB_S,
     NOTING,
@@ -55,6 +55,10 @@ PIPELINE: dict[str, Any] = {
 SAVED = 6
 LATER: dict[str, Any] = {"train_iters": 10}
 
+LONG: Final = Tolerance(2e-3, 3e-2)
+"""Of more steps than six, and of experts. Seen are 1e-3 and 1.3e-2, which grow from step to step. Two runs of stock
+Megatron that sum in another order come apart likewise, by 4e-4."""
+
 Stock = Callable[..., Steps]
 
 
@@ -76,11 +80,13 @@ def stock(jobs: Jobs) -> Stock:
     return steps
 
 
-def survive(jobs: Jobs, stock: Stock, *injections: str, layout: dict[str, Any], **extra: Any) -> Job:
+def survive(
+    jobs: Jobs, stock: Stock, *injections: str, layout: dict[str, Any], tolerance: Tolerance = BF16, **extra: Any
+) -> Job:
     arguments = tiny(**layout, **extra, **({"resihp_inject": injections} if injections else {}))
     job = jobs.start(arguments, workers=4, **script_of(layout)).wait(LARGE_JOB_S)
     assert job.code == 0, job.tails()
-    check_like_stock(job, stock(layout), BF16)
+    check_like_stock(job, stock(layout), tolerance)
     check_samples(job)
     assert len(job.summary.deaths) == len(injections)
     return job
@@ -98,7 +104,7 @@ def test_a_death_of_one_of_four_replicas(jobs: Jobs, stock: Stock, layout: dict[
 def test_momentum_shows_in_the_losses(stock: Stock) -> None:
     """The negative control."""
     found = compare(losses_of(stock(DEALT)), losses_of(stock(DEALT | {"muon_momentum": 0.5})))
-    assert found is not None and found > 10 * BF16.loss
+    assert found is not None and found > LONG.loss > 5 * BF16.loss
 
 
 @BOTH
@@ -116,7 +122,7 @@ def test_a_copy_becomes_the_last_replica(jobs: Jobs, stock: Stock, layout: dict[
 
 
 def test_a_worker_that_comes_back_owns_matrices_again(jobs: Jobs) -> None:
-    job = like_stock_and_back(jobs, layout=DEALT | {"train_iters": 14}, tolerance=BF16)
+    job = like_stock_and_back(jobs, layout=DEALT | {"train_iters": 14}, tolerance=LONG)
     assert [len(event["plan"]["replicas"]) for event in job.events("epoch_started")] == [4, 3, 4]
 
 
@@ -130,7 +136,7 @@ def test_experts_that_replicas_share(jobs: Jobs, stock: Stock, tmp_path: Path, l
     """Each replica gets all experts, they share them again, and one dies."""
     layout = layout | EXPERTS
     asked = there_and_back(tmp_path, WORKER)
-    job = survive(jobs, stock, asked.pop("resihp_inject"), layout=layout, **asked)
+    job = survive(jobs, stock, asked.pop("resihp_inject"), layout=layout, tolerance=LONG, **asked)
     assert degrees(job) == [(2, 4), (1, 4), (2, 4), (1, 3)]
 
 
