@@ -261,10 +261,10 @@ def test_a_distributed_optimizer_is_saved_once_it_has_taken_a_step(
     jobs: Jobs, tmp_path: Path, loading: dict[str, Any], script: Path
 ) -> None:
     """The first loss scales are too large in 16 bits. The save that is due meanwhile follows the first step."""
-    half = {"fp16": True, "accumulate_allreduce_grads_in_fp32": True, "initial_loss_scale": 2**28, "hysteresis": 1}
+    half = {"fp16": True, "accumulate_allreduce_grads_in_fp32": True, "initial_loss_scale": 2**26, "hysteresis": 1}
     layout = MODEL | UNIFORM_LAYOUT | half
     reference = jobs.reference(tiny(**layout), workers=4)
-    first = reference.summary.skipped_iterations + 1
+    first = len(reference.summary.skipped_iterations) + 1
     saving = {"save": tmp_path / "saved", "save_interval": SAVED, "exit_interval": LATER}
     job = jobs.run(tiny(**layout | SHARED | saving | change_to("TP 2 and 1", tmp_path, 2)), workers=4)
     assert job.code == 0, job.tails()
