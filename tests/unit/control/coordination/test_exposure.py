@@ -90,7 +90,7 @@ def test_replicas_that_must_share_in_groups_of_one_size() -> None:
     for kind, sharing in (("experts", experts), ("sequences", sequences)):
         shape = JobShape(1, 1, 96, 4, distributed_optimizer=True, sharings=sharing)
         assert in_words(1, exposure(shape, 2, True)) == (
-            f"losing any worker ends the job, which then has too few replicas to share {kind} in groups of 2; to mend "
+            f"losing any worker ends the job, which then has too few replicas to share {kind} in groups of 2; to avoid "
             f"that, give it more workers, or fewer of them that share {kind}"
         )
         assert in_words(1, exposure(shape, 4, True)) == "any one worker may be lost"
