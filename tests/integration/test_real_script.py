@@ -37,6 +37,8 @@ from launched import is_alive
 from test_async_saves import ASYNC
 from test_checkpoints import as_stock_says, rest_of, save, stock_losses
 from test_context_parallelism import OPTIMIZER, SHARED, TENSOR, degrees
+from test_distributed_muon import DEALT
+from test_expert_overlap import OVERLAPPED
 from test_flags import TWO
 from test_interleaved import INTERLEAVED, UNLIKE
 from test_interleaved import own_plan as interleaved_plan
@@ -58,6 +60,7 @@ from megatron_resihp.report.run.summary import summarize_log
 
 CHECKOUT: Final = "MEGATRON_LM_DIR"
 WHY: Final = f"{CHECKOUT} is not set: it names a checkout of Megatron-LM, whose own pretrain_gpt.py is tested here"
+NO_MUON: Final = "emerging-optimizers is not installed: Megatron takes Muon from it"
 pytestmark = [pytest.mark.nightly, pytest.mark.skipif(CHECKOUT not in os.environ, reason=WHY)]
 
 ONE_KEY: dict[str, Any] = GROUPED | {"num_query_groups": 1}
@@ -284,3 +287,18 @@ def test_gated_delta_nets_through_a_death_and_in_stages_of_other_degrees(jobs: J
     job = jobs.run(tiny(**model, resihp_plan=words, resihp_inject="kill:3@1:backward"), workers=4)
     check_training(job, jobs.reference(tiny(**model), workers=4))
     assert are_heterogeneous(job) == [False, False, True, False]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        OVERLAPPED | {"bf16": True},
+        pytest.param(DEALT, marks=pytest.mark.skipif(find_spec("emerging_optimizers") is None, reason=NO_MUON)),
+    ],
+    ids=["overlapped experts", "distributed Muon"],
+)
+def test_a_death_in_what_runs_in_16_bits_only(jobs: Jobs, model: dict[str, Any]) -> None:
+    """The script gives Megatron its own schedule of overlapped passes, and its own layout of the optimizer."""
+    job = jobs.run(tiny(**model, resihp_inject="kill:3@3:backward"), workers=4)
+    check_training(job, jobs.reference(tiny(**model), workers=4), BF16)
+    assert [death.worker for death in job.summary.deaths] == [3]

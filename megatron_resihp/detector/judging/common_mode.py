@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 FEWEST_PEERS = 3
 """Fewest workers for a median; one slow worker shifts a median of fewer."""
 FEWEST_INTERPOLATED = 4
+"""Fewest workers for quartiles between two of them."""
 
 
 def job_level(residuals: NDArray[np.float64], usable: NDArray[np.bool_]) -> float:
