@@ -12,6 +12,7 @@ if (($# < 1)); then
     exit 2
 fi
 run_dir=$1
+read -ra container <<<"${RESIHP_CONTAINER:-}"
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 declare -A rank_of=() said=()
 for at in "${!hosts[@]}"; do
@@ -34,7 +35,7 @@ while [[ ! -f $run_dir/exit_code ]]; do
         if ((rank == 0)); then
             answer="node 0 has the coordinator, and stays"
             outcome=done
-        elif answer=$(resihp drain "$run_dir" "node:$rank" 2>&1); then
+        elif answer=$("${container[@]}" resihp drain "$run_dir" "node:$rank" 2>&1); then
             outcome=done
         else
             outcome=$answer

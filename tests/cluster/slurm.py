@@ -91,8 +91,13 @@ class Slurm:
 
     def job(self, number: int) -> dict[str, str]:
         """What SLURM says of a job: JobState, ExitCode, Restarts, NodeList, ..."""
-        words = self.ask("scontrol", "--oneliner", "show", "job", str(number)).split()
-        return dict(word.split("=", 1) for word in words if "=" in word)
+        (job,) = self.jobs(number)
+        return job
+
+    def jobs(self, number: int) -> list[dict[str, str]]:
+        """The same of each job of an array."""
+        lines = self.ask("scontrol", "--oneliner", "show", "job", str(number)).splitlines()
+        return [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines if line]
 
     def await_state(self, number: int, *states: str, timeout_s: float) -> dict[str, str]:
         """Wait until a job is in one of these states."""
@@ -116,6 +121,15 @@ class Slurm:
             kill(pid)
         self._daemons[node].wait(10.0)
 
+    def lose_daemon(self, node: str) -> None:
+        """slurmd is killed; the job's processes run on."""
+        self._daemons[node].kill()
+        self._daemons[node].wait(10.0)
+
+    def start(self, node: str) -> None:
+        """The node is there again, as it is after its start."""
+        self._daemons[node] = self._daemon(node, "slurmd", "-D", "-N", node)
+
     def drain(self, node: str) -> None:
         """As an administrator does; jobs on it run on."""
         self.ask("scontrol", "update", f"NodeName={node}", "State=DRAIN", "Reason=a test")
@@ -126,7 +140,7 @@ class Slurm:
         self.ask("scancel", "--user=root")
         for node in self.nodes:
             if node not in self._daemons or self._daemons[node].poll() is not None:
-                self._daemons[node] = self._daemon(node, "slurmd", "-D", "-N", node)
+                self.start(node)
         for node in [node for node, state in self.states().items() if state.startswith("DRAIN")]:
             self.ask("scontrol", "update", f"NodeName={node}", "State=RESUME")
         self.eventually("all nodes are idle", lambda: set(self.states().values()) == {"IDLE"}, START_S)

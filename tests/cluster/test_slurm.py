@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from jobs import FP32, REPOSITORY
 from slurm import Slurm, needs_slurm
-from training import HELD, ITERATIONS, RESIHP, Training
+from training import EVENT_S, HELD, ITERATIONS, RESIHP, Training
 
 from megatron_resihp.report.run.summary import RunSummary, compare
 
@@ -55,6 +55,69 @@ def test_a_job_outlives_a_process_of_another_node(
     ended = training.end()
     assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), training.output()
     check(training, reference)
+
+
+def test_a_launcher_that_was_killed_comes_back(slurm: Slurm, train: Train, reference: RunSummary) -> None:
+    training = train(nodes=3)
+    training.await_event("iteration", iteration=HELD - 1)
+    os.kill(parent(training.pid(1)), signal.SIGKILL)
+    training.await_event("worker_waiting")
+    training.wish("go_on")
+    ended = training.end()
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "0"), training.output()
+    assert training.events("reconfiguration")
+    check(training, reference)
+
+
+def test_a_node_that_was_lost_comes_back(slurm: Slurm, train: Train, reference: RunSummary) -> None:
+    """A job that takes its place waits in the queue until the node, or another one, is there."""
+    watch = REPOSITORY / "scripts" / "slurm" / "replace_watch.sh"
+    training = train(
+        nodes=3, RESIHP_REPLACE_WATCH=str(watch), RESIHP_REPLACE_LOOK_S="1", RESIHP_REPLACE="--gpus-per-node=1"
+    )
+    training.await_event("iteration", iteration=HELD - 1)
+    slurm.lose("n2")
+    training.await_event("worker_dead")
+    slurm.eventually("a job is submitted", lambda: "is to bring it" in training.output(), EVENT_S)
+    slurm.start("n2")
+    training.await_event("worker_waiting")
+    training.wish("go_on")
+    ended = training.end()
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "0"), training.output()
+    assert [death["dead"] for death in training.events("worker_dead")] == [2]
+    assert training.events("reconfiguration")
+    check(training, reference)
+
+
+def test_training_needs_no_slurmd(slurm: Slurm, train: Train, reference: RunSummary) -> None:
+    training = train(nodes=3)
+    training.await_event("iteration", iteration=HELD - 1)
+    slurm.lose_daemon("n2")
+    slurm.eventually("n2 is down", lambda: slurm.states()["n2"] == "DOWN", EVENT_S)
+    training.wish("go_on")
+    ended = training.end()
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "0"), training.output()
+    assert not training.events("worker_dead")
+    check(training, reference)
+
+
+def test_a_chain_trains_from_one_time_limit_to_the_next(slurm: Slurm, train: Train, reference: RunSummary) -> None:
+    """SLURM itself warns the first job of its end. The last one has nothing left to do."""
+    training = train(nodes=3, options=["--array=1-3%1", "--time=2", "--signal=USR1@45"])
+    slurm.eventually("the job is warned", lambda: "the job ends after an iteration" in training.output(), EVENT_S)
+    training.wish("go_on")
+    slurm.eventually("the chain is over", lambda: len(ends(slurm, training)) == 3, EVENT_S)
+    first, *others = ends(slurm, training)
+    assert first == ("FAILED", "138:0") and set(others) == {("COMPLETED", "0:0")}, training.output()
+    assert "the chain has ended with 0" in training.output()
+    check(training, reference, first=HELD + 1)
+
+
+def ends(slurm: Slurm, training: Training) -> list[tuple[str, str]]:
+    """State and exit code of each job of an array that is over, in their order."""
+    jobs = slurm.jobs(training.number)
+    over = [job for job in jobs if job["JobState"] not in ("PENDING", "RUNNING", "COMPLETING")]
+    return [(job["JobState"], job["ExitCode"]) for job in sorted(over, key=lambda job: int(job["ArrayTaskId"]))]
 
 
 def test_a_job_that_is_warned_of_its_end_continues_after_it(slurm: Slurm, train: Train, reference: RunSummary) -> None:

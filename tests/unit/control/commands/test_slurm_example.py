@@ -36,7 +36,8 @@ COMMANDS = {
     f'[[ -z ${{SAVED:-}} ]] || {sys.executable} -m megatron_resihp.cli "$@"; '
     'exit; fi; printf "%s\\n" "$@"; eval "${LAUNCH:-}"; '
     '[[ -z ${JOB_CODE:-} ]] || echo "$JOB_CODE" > "$RUN_DIR/exit_code"',
-    "timeout": "exit ${NODE0_GONE:-0}",  # the first node is there, or out of reach
+    # The first node and its coordinator are there, or out of reach.
+    "timeout": '[[ "$*" != */29400 ]] || exit ${COORDINATOR_GONE:-1}; exit ${NODE0_GONE:-0}',
     "sinfo": 'echo "${NODE0_STATE:-allocated}"',
     "scancel": 'echo "scancel $*"',
     "sleep": "",
@@ -183,3 +184,77 @@ def test_it_knows_the_names_that_the_launcher_uses() -> None:
     assert f"$RUN_DIR/{RESULT}" in SCRIPT
     known = {"REFUSED": exit_codes.REFUSED, "RETRY": exit_codes.RETRY, "WARNED": exit_codes.stopped_by(10)}
     assert all(f"\n{name}={code}\n" in SCRIPT for name, code in known.items())
+
+
+@pytest.mark.parametrize(
+    ("ends", "variables", "launches"),
+    [
+        ("kill -s KILL $$", {}, 3), (f"exit {exit_codes.FENCED}", {}, 3), ("exit 1", {}, 1), ("exit 0", {}, 1),
+        ("kill -s KILL $$", {"COORDINATOR_GONE": "1"}, 1), (f"echo 75 > $RUN_DIR/exit_code; exit {exit_codes.RETRY}", {}, 1),
+    ],
+    ids=["killed", "cut off", "failed", "finished", "killed with the coordinator", "the job is over"],
+)  # fmt: skip
+def test_a_node_comes_back_while_the_job_goes_on_without_it(
+    tmp_path: Path, ends: str, variables: dict[str, str], launches: int
+) -> None:
+    done = run(
+        tmp_path, LAUNCH=ends, RESIHP_RELAUNCHES="2", **{"COORDINATOR_GONE": "0", "RESIHP_MOST_REQUEUES": "0"} | variables
+    )
+    lines = done.stdout.splitlines()
+    assert lines.count("launch") == launches, done.stderr
+    assert sum(line.endswith("and comes back") for line in lines) == launches - 1
+
+
+class TestChain:
+    """Jobs that continue each other: an array whose tasks run one by one, or jobs of one name."""
+
+    @pytest.mark.parametrize(
+        ("variables", "run_dir"),
+        [
+            ({"SLURM_ARRAY_JOB_ID": "5"}, "slurm-5"), ({"RESIHP_CHAIN": "large"}, "large"),
+            ({"RESIHP_CHAIN": "large", "SLURM_ARRAY_JOB_ID": "5"}, "large"),
+        ],
+        ids=["array", "name", "both"],
+    )  # fmt: skip
+    def test_all_have_one_run_directory_and_none_is_queued_again(
+        self, tmp_path: Path, variables: dict[str, str], run_dir: str
+    ) -> None:
+        done = run(tmp_path, JOB_CODE="138", **variables)
+        arguments = done.stdout.splitlines()
+        assert done.returncode == 138 and "scontrol requeue" not in done.stdout
+        assert arguments[arguments.index("--run-dir") + 1] == str(tmp_path / "resihp-runs" / run_dir)
+
+    @pytest.mark.parametrize("code", [exit_codes.FINISHED, exit_codes.FAILED, exit_codes.REFUSED, exit_codes.NO_PLAN])
+    def test_nothing_follows_an_end_that_another_start_would_not_change(self, tmp_path: Path, code: int) -> None:
+        run(tmp_path, JOB_CODE=str(code), RESIHP_CHAIN="large")
+        done = run(tmp_path, JOB_CODE="0", RESIHP_CHAIN="large")
+        told = f"resihp: the chain has ended with {code}; to continue it, remove {tmp_path}/resihp-runs/large/exit_code\n"
+        assert (done.returncode, done.stdout) == (code, told)
+
+    @pytest.mark.parametrize("code", [exit_codes.RETRY, 138, 143])
+    def test_the_next_one_continues_from_what_was_saved_last(self, tmp_path: Path, code: int) -> None:
+        run(tmp_path, JOB_CODE=str(code), RESIHP_CHAIN="large")
+        saved = tmp_path / "resihp-runs" / "large" / DIRECTORY
+        saved.mkdir()
+        (saved / TRACKER).write_text("4321\n")
+        done = run(tmp_path, JOB_CODE="0", RESIHP_CHAIN="large", SAVED="1", PYTHONPATH=str(ROOT))
+        arguments = done.stdout.splitlines()
+        assert done.returncode == 0 and arguments[arguments.index("--load", arguments.index("--load") + 1) + 1] == str(saved)
+
+    def test_a_first_node_that_is_lost_ends_the_allocation(self, tmp_path: Path) -> None:
+        done = run(
+            tmp_path, LAUNCH=f"exit {exit_codes.RETRY}", NODE0_GONE="1", NODE0_STATE="down*", RESIHP_CHAIN="large"
+        )
+        assert "scancel 7" in done.stdout.splitlines() and "scontrol requeue" not in done.stdout
+
+
+def test_every_command_runs_in_the_container(tmp_path: Path) -> None:
+    """Also those that look for what survivors have saved."""
+    (tmp_path / "resihp-runs" / "slurm-7" / "emergency_checkpoint").mkdir(parents=True)
+    (tmp_path / "resihp-runs" / "slurm-7" / "slurm_job.sh").touch()
+    (tmp_path / "contained").write_text('#!/usr/bin/env bash\necho "$2" >> "$1"\nexec "${@:2}"\n')
+    (tmp_path / "contained").chmod(0o755)
+    (tmp_path / "resihp").unlink(missing_ok=True)
+    done = run(tmp_path, JOB_CODE="0", RESIHP_CONTAINER=f"contained {tmp_path}/ran", RESIHP_HEALTH="1")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "ran").read_text().split() == ["resihp"] * 4  # health, emergency, checkpoint, launch

@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Submits a job for one node, by join.sbatch beside it, for each node that a job lacks: those that it has lost, and those that it
+# may have besides (RESIHP_MAX_NODES). A batch script starts it beside srun, as job.sbatch does where RESIHP_REPLACE_WATCH is
+# its path:
+#   replace_watch.sh RUN_DIR &
+# RESIHP_REPLACE has further options of sbatch. RESIHP_REPLACE_LOOK_S is how often it looks (default 15). What waits in the queue
+# when the job ends is cancelled. Nothing takes node 0's place.
+set -euo pipefail
+
+if (($# < 1)); then
+    echo "usage: replace_watch.sh RUN_DIR" >&2
+    exit 2
+fi
+run_dir=$1
+# Submitted for one node: a node that can't join is not asked for without end.
+readonly MOST_TRIES=20
+join=$(dirname "${BASH_SOURCE[0]}")/join.sbatch
+read -ra options <<<"${RESIHP_REPLACE:-}"
+declare -A job_of=() tries_of=()
+
+# The coordinator offers a place to each node that is not there (control/head/returning.py).
+lacking() {
+    local offer
+    for offer in "$run_dir"/returning/node_*.json; do
+        [[ ! -f $offer ]] || basename "$offer" .json | cut -d_ -f2
+    done
+}
+
+while [[ ! -f $run_dir/exit_code ]]; do
+    for rank in $(lacking); do
+        # A job that waits, or that runs and has not taken the place yet.
+        if [[ -n ${job_of[$rank]:-} ]]; then
+            waiting=$(squeue --noheader --jobs "${job_of[$rank]}" --format %T 2>/dev/null || true)
+            [[ -z $waiting ]] || continue
+        fi
+        ((${tries_of[$rank]:-0} < MOST_TRIES)) || continue
+        tries_of[$rank]=$((${tries_of[$rank]:-0} + 1))
+        if said=$(sbatch --parsable --nodes=1 "${options[@]}" "$join" "$(basename "$run_dir")" "$rank" 2>&1); then
+            job_of[$rank]=$said
+            said="job $said is to bring it"
+        fi
+        echo "replace_watch.sh: node $rank is not there: $said"
+    done
+    sleep "${RESIHP_REPLACE_LOOK_S:-15}"
+done
+((${#job_of[@]} == 0)) || scancel --state=PENDING "${job_of[@]}"
