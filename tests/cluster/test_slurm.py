@@ -79,6 +79,7 @@ def test_a_node_that_was_lost_comes_back(slurm: Slurm, train: Train, reference: 
     slurm.lose("n2")
     training.await_event("worker_dead")
     slurm.eventually("a job is submitted", lambda: "is to bring it" in training.output(), EVENT_S)
+    slurm.eventually("SLURM has missed n2", lambda: slurm.states()["n2"] == "DOWN", EVENT_S)
     slurm.start("n2")
     training.await_event("worker_waiting")
     training.wish("go_on")

@@ -4,7 +4,7 @@ processes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Final
 
@@ -24,10 +24,11 @@ class Blow:
     Attributes:
         iteration: by whose end it comes.
         delay_s: how long after that.
-        what: "kill" or "pause".
-        target: "coordinator" (the one that leads), "member" (of etcd), "node" or "worker".
-        number: of the member, node or worker.
-        lasts_s: after which a paused process continues, and a killed member of etcd is started again.
+        what: "kill", "pause" or "cut".
+        target: "coordinator" (the one that leads), "member" (of etcd), "node", "worker" or "link".
+        number: of the member, node or worker, or of a link's node.
+        lasts_s: after which a paused process continues, a killed member of etcd is started again, and a link that was
+            cut carries packets again.
     """
 
     iteration: int
@@ -36,6 +37,8 @@ class Blow:
     target: str
     number: int = 0
     lasts_s: float = 0.0
+    other: int | None = None
+    """Of a link: the other node, or None for the coordinators."""
 
 
 def random_blows(seed: int) -> tuple[Blow, ...]:
@@ -44,8 +47,11 @@ def random_blows(seed: int) -> tuple[Blow, ...]:
     lost = random.sample(range(NODES), 2)
     blows = [_to_a_coordinator(random) for _ in range(random.randint(1, MOST_COORDINATORS_LOST))]
     blows += [_to_etcd(random) for _ in range(random.randint(1, 2))]
-    if random.random() < 0.6:
+    how = random.random()
+    if how < 0.35:
         blows.append(_at_some_time(random, "kill", "node", lost[0]))
+    elif how < 0.9:
+        blows.append(_to_a_link(random, lost[0], lost[1]))
     if random.random() < 0.6:
         blows.append(_at_some_time(random, "kill", "worker", lost[1]))
     return tuple(sorted(blows, key=lambda blow: (blow.iteration, blow.delay_s)))
@@ -60,6 +66,12 @@ def _to_a_coordinator(random: Random) -> Blow:
 def _to_etcd(random: Random) -> Blow:
     what = random.choice(("kill", "pause"))
     return _at_some_time(random, what, "member", random.randrange(MEMBERS), random.choice((1.0, 4.0, 8.0)))
+
+
+def _to_a_link(random: Random, node: int, other: int) -> Blow:
+    lasts_s = random.choice((0.5, 4.0, 12.0))
+    cut = _at_some_time(random, "cut", "link", node, lasts_s)
+    return cut if random.random() < 0.5 else replace(cut, other=other)
 
 
 def _at_some_time(random: Random, what: str, target: str, number: int = 0, lasts_s: float = 0.0) -> Blow:

@@ -15,6 +15,7 @@ needs_namespaces = pytest.mark.skipif(
 needs_iptables = pytest.mark.skipif(shutil.which("iptables") is None, reason="packets are dropped with `iptables`")
 
 NOBODY = "02:00:00:00:00:01"
+THIS_MACHINE = "10.77.0.250"
 
 
 class Network:
@@ -38,11 +39,39 @@ class Network:
     def address(self, machine: int) -> str:
         return f"10.77.0.{machine + 1}"
 
+    def connect_this_machine(self) -> str:
+        """Let processes outside of all these machines be reached; their address."""
+        name = f"resihp{os.getpid()}"
+        _ip("-n", self._switch, "link", "add", "name", "port", "type", "veth", "peer", "name", name, "netns", "1")
+        _ip("-n", self._switch, "link", "set", "dev", "port", "master", "switch", "up")
+        _ip("addr", "add", f"{THIS_MACHINE}/24", "dev", name)
+        _ip("link", "set", "dev", name, "up")
+        return THIS_MACHINE
+
     def separate(self, one: int, other: int) -> None:
         """What they send each other is lost without a word."""
         for source, target in ((one, other), (other, one)):
-            to_nobody = (self.address(target), "lladdr", NOBODY, "dev", "eth0", "nud", "permanent")
-            _ip("-n", self.names[source], "neigh", "replace", *to_nobody)
+            self._lose(source, self.address(target))
+
+    def join(self, one: int, other: int) -> None:
+        """It is lost no more."""
+        for source, target in ((one, other), (other, one)):
+            self._find(source, self.address(target))
+
+    def separate_from_this_machine(self, machine: int) -> None:
+        """What it sends to processes outside is lost without a word."""
+        self._lose(machine, THIS_MACHINE)
+
+    def join_this_machine(self, machine: int) -> None:
+        """It is lost no more."""
+        self._find(machine, THIS_MACHINE)
+
+    def _lose(self, source: int, address: str) -> None:
+        to_nobody = (address, "lladdr", NOBODY, "dev", "eth0", "nud", "permanent")
+        _ip("-n", self.names[source], "neigh", "replace", *to_nobody)
+
+    def _find(self, source: int, address: str) -> None:
+        _ip("-n", self.names[source], "neigh", "del", address, "dev", "eth0")
 
     def drop(self, machine: int, port: int) -> None:
         """What this machine sends to that port of others is lost without a word, and what comes from there."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random sequences of losses of coordinators, etcd's members, nodes and workers, by seed: training stays the same.
+"""Random sequences of losses of coordinators, etcd's members, nodes, workers and links, by seed: training stays the same.
 
 RESIHP_CONTROL_CHAOS=100 runs that many sequences in place of the sample; RESIHP_CONTROL_CHAOS=17-20 just those.
 """
@@ -19,16 +19,17 @@ from typing import Any
 
 import pytest
 from control_chaos import ITERATIONS, LEASE_S, MEMBERS, NODES, Blow, random_blows
-from etcds import HOST, Etcd, needs_etcd
+from etcds import Etcd, needs_etcd
 from jobs import Job, Jobs, check_training, tiny
 from launched import is_alive
+from networks import Network, needs_namespaces
 
 from megatron_resihp.cli import main
 from megatron_resihp.control import exit_codes
 from megatron_resihp.control.head.decision_logs import decisions_at
 from megatron_resihp.control.transport.etcd.location import Location
 
-pytestmark = [pytest.mark.nightly, needs_etcd]
+pytestmark = [pytest.mark.nightly, needs_etcd, needs_namespaces]
 SAMPLE = "0-3"
 BOUND_S = 240.0
 """Far beyond what a sequence takes on a busy machine."""
@@ -50,9 +51,9 @@ def test_whatever_happens_to_those_that_decide(
 ) -> None:
     arguments = tiny(train_iters=ITERATIONS, global_batch_size=6)
     reference = jobs.reference(arguments, workers=1)
-    with closing(Etcd(tmp_path, MEMBERS)) as etcd:
+    with closing(Etcd(tmp_path, MEMBERS)) as etcd, closing(Network(NODES)) as network:
         place = replace(etcd.location(), lease_s=LEASE_S)
-        stage = Stage(jobs, tmp_path, arguments, etcd, place)
+        stage = Stage(jobs, tmp_path, arguments, etcd, place, network)
         try:
             stage.play(random_blows(seed))
             check(stage, place, reference)
@@ -69,7 +70,8 @@ def check(stage: Stage, place: Location, reference: Job) -> None:
     assert main(["replay", str(place)]) == 0
     for each in (*stage.nodes, *stage.coordinators):
         if each not in stage.lost:
-            assert each.wait().code == 0, stage.said()
+            fine = (0, exit_codes.RETRY) if each in stage.cut_off else (0,)
+            assert each.wait().code in fine, stage.said()
     for each in stage.deposed:
         assert each.wait().code == exit_codes.RETRY, stage.said()
 
@@ -87,13 +89,18 @@ class Stage:
         leader: the coordinator that leads, as far as is known.
         lost: jobs that were killed, and coordinators in whose place another has come.
         deposed: those of them that still run, and are to find out.
+        cut_off: nodes whose links were cut. They may be given up, and end.
     """
 
-    def __init__(self, jobs: Jobs, path: Path, arguments: list[str], etcd: Etcd, place: Location) -> None:
-        self._path, self._arguments, self._etcd = path, arguments, etcd
+    def __init__(
+        self, jobs: Jobs, path: Path, arguments: list[str], etcd: Etcd, place: Location, network: Network
+    ) -> None:
+        self._path, self._arguments, self._etcd, self._network = path, arguments, etcd, network
+        self._address = network.connect_this_machine()
         self._nursery, self._leads = jobs.nursery, {"alone": True, "control": str(place)}
         self.lost: list[Job] = []
         self.deposed: list[Job] = []
+        self.cut_off: list[Job] = []
         self._due: list[tuple[float, Callable[[], None]]] = []
         self._takeovers = 0
         self._away = set[int]()
@@ -103,7 +110,8 @@ class Stage:
         self.leader = jobs.start(arguments, **self._leads, **first)
         self.coordinators = [self.leader]
         self._serve_until(lambda: "which join with" in self.leader.output())
-        self.nodes += [self._start(f"node{node}", node=node, **first) for node in range(NODES)]
+        names = network.names
+        self.nodes += [self._start(f"node{node}", node=node, network=names[node], **first) for node in range(NODES)]
         self._wait_for_another()
         self._serve_until(lambda: self.leader.events("iteration"))
 
@@ -137,6 +145,8 @@ class Stage:
             self._strike_member(blow)
         elif blow.target == "worker":
             self._send(self.leader.worker_pids().get(blow.number), signal.SIGKILL)
+        elif blow.target == "link":
+            self._cut(blow.number, blow.other, blow.lasts_s)
         elif blow.target == "node":
             self.lost.append(self.nodes[blow.number])
             self.nodes[blow.number].kill()
@@ -151,6 +161,16 @@ class Stage:
             return
         self._send(leader.pid, signal.SIGSTOP)
         self._later(blow.lasts_s, lambda: self._send(leader.pid, signal.SIGCONT))
+
+    def _cut(self, node: int, other: int | None, lasts_s: float) -> None:
+        """The link between two nodes, or between a node and the coordinators."""
+        self.cut_off += [self.nodes[each] for each in (node, other) if each is not None]
+        if other is None:
+            self._network.separate_from_this_machine(node)
+            self._later(lasts_s, lambda: self._network.join_this_machine(node))
+        else:
+            self._network.separate(node, other)
+            self._later(lasts_s, lambda: self._network.join(node, other))
 
     def _strike_member(self, blow: Blow) -> None:
         if blow.number in self._away:
@@ -190,7 +210,7 @@ class Stage:
         self.coordinators.append(self._start(name, standby=True, **self._leads, **self._options()))
 
     def _options(self) -> dict[str, Any]:
-        return {"workers": 1, "nodes": NODES, "coordinator": [HOST, _free_port()], "heartbeat_timeout_s": 6.0}
+        return {"workers": 1, "nodes": NODES, "coordinator": [self._address, self._free_port()], "heartbeat_timeout_s": 6.0}
 
     def _start(self, name: str, **options: Any) -> Job:
         (self._path / name).symlink_to(self.leader.run_dir)  # by this name the nursery tells it from others
@@ -199,10 +219,9 @@ class Stage:
     def _serve_until(self, test: Callable[[], Any]) -> None:
         assert self._nursery.serve_until(test, time.monotonic() + BOUND_S / 2), self.said()
 
-
-def _free_port() -> int:
-    """One that no outgoing connection takes meanwhile."""
-    for port in _PORTS:
-        with suppress(OSError), socket.create_server((HOST, port)):
-            return port
-    raise AssertionError("no port is free")
+    def _free_port(self) -> int:
+        """One that no outgoing connection takes meanwhile."""
+        for port in _PORTS:
+            with suppress(OSError), socket.create_server((self._address, port)):
+                return port
+        raise AssertionError("no port is free")

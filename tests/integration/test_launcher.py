@@ -317,6 +317,7 @@ def test_a_signal_ends_the_job_in_order(launch: Launch, number: signal.Signals, 
         os.kill(pid, number)
     os.kill(run.pid, number)
     assert run.end() == code
+    assert f"resihp: node 0 got {number.name}; the job ends after an iteration" in run.output()
     assert f"stopped by signal {number}" in run.output()
     assert not any(map(is_alive, pids))
 
@@ -585,6 +586,7 @@ def test_a_node_that_is_told_to_end_leaves_the_job(launch: Launch, port: int) ->
     pids = begun(first, 4)
     os.kill(second.pid, signal.SIGTERM)
     assert second.end() == 0, second.output()
+    assert "resihp: node 1 got SIGTERM; this node asks to leave" in second.output()
     assert "resihp: this node has left the job, which goes on" in second.output()
     assert not any(map(is_alive, pids[2:]))
     assert first.await_event("reconfiguration", to_epoch=1)["why"] == "node 1 leaves"

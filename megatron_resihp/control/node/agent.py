@@ -230,10 +230,13 @@ class Agent:
             return
         # What a command has begun may have less time now, or end with all the job.
         self._stop_asked, self._drained = True, False
+        follows = "this node asks to leave"
         if number == signal.SIGTERM and not self._leads:
             self._schedule.add(now + ASK_TO_LEAVE_AFTER_S, self._ask_to_leave)
         else:
+            follows = "the job ends after an iteration"
             self._link.post(StopRequest(number, time.time()))
+        print(f"resihp: node {self._node} got {signal.Signals(number).name}; {follows}", flush=True)
 
     def _ask_to_leave(self, ordered: bool = False) -> None:
         self._link.post(LeaveRequest(self._node, self._link.name, time.time(), ordered))
