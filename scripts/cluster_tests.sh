@@ -4,7 +4,7 @@
 # etcd, nodes that lose each other, coordinators that are lost, strangers, and the exhaustive check of the agreement. Needs
 # root. Installs Debian's packages if they are missing.
 #   scripts/cluster_tests.sh              all of it
-#   scripts/cluster_tests.sh --chaos 100  so many sequences of losses of coordinators, etcd's members, nodes and workers
+#   scripts/cluster_tests.sh --chaos 100  so many sequences of losses of coordinators, etcd's members, nodes, workers and links
 #   scripts/cluster_tests.sh --part 1/3   the first of three parts of about equal length
 #   scripts/cluster_tests.sh -k warned    other arguments go to pytest
 # The last line is a JSON object; scripts/cluster_figures.py says what is in it.

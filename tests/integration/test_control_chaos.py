@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random sequences of losses of coordinators, etcd's members, nodes, workers and links, by seed: training stays the same.
+"""Random losses of coordinators, etcd's members, nodes, workers and links, by seed: training stays the same.
 
 RESIHP_CONTROL_CHAOS=100 runs that many sequences in place of the sample; RESIHP_CONTROL_CHAOS=17-20 just those.
 """
@@ -210,7 +210,12 @@ class Stage:
         self.coordinators.append(self._start(name, standby=True, **self._leads, **self._options()))
 
     def _options(self) -> dict[str, Any]:
-        return {"workers": 1, "nodes": NODES, "coordinator": [self._address, self._free_port()], "heartbeat_timeout_s": 6.0}
+        return {
+            "workers": 1,
+            "nodes": NODES,
+            "coordinator": [self._address, self._free_port()],
+            "heartbeat_timeout_s": 6.0,
+        }
 
     def _start(self, name: str, **options: Any) -> Job:
         (self._path / name).symlink_to(self.leader.run_dir)  # by this name the nursery tells it from others

@@ -34,7 +34,10 @@ def watch(directory: Path, lacking: list[int], squeue: str, sbatch: str = "echo 
     for name, does in commands.items():
         (directory / name).write_text(f"#!/usr/bin/env bash\n{does}\n")
         (directory / name).chmod(0o755)
-    environment = os.environ | {"PATH": f"{directory}:{os.environ['PATH']}", "RESIHP_REPLACE": "--gpus-per-node=8 --time=1-0"}
+    environment = os.environ | {
+        "PATH": f"{directory}:{os.environ['PATH']}",
+        "RESIHP_REPLACE": "--gpus-per-node=8 --time=1-0",
+    }
     command = ["bash", str(SCRIPT), str(run_dir)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30.0)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr

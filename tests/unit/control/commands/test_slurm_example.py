@@ -190,7 +190,7 @@ def test_it_knows_the_names_that_the_launcher_uses() -> None:
     ("ends", "variables", "launches"),
     [
         ("kill -s KILL $$", {}, 3), (f"exit {exit_codes.FENCED}", {}, 3), ("exit 1", {}, 1), ("exit 0", {}, 1),
-        ("kill -s KILL $$", {"COORDINATOR_GONE": "1"}, 1), (f"echo 75 > $RUN_DIR/exit_code; exit {exit_codes.RETRY}", {}, 1),
+        ("kill -s KILL $$", {"COORDINATOR_GONE": "1"}, 1), ("echo 75 > $RUN_DIR/exit_code; exit 75", {}, 1),
     ],
     ids=["killed", "cut off", "failed", "finished", "killed with the coordinator", "the job is over"],
 )  # fmt: skip
@@ -198,7 +198,10 @@ def test_a_node_comes_back_while_the_job_goes_on_without_it(
     tmp_path: Path, ends: str, variables: dict[str, str], launches: int
 ) -> None:
     done = run(
-        tmp_path, LAUNCH=ends, RESIHP_RELAUNCHES="2", **{"COORDINATOR_GONE": "0", "RESIHP_MOST_REQUEUES": "0"} | variables
+        tmp_path,
+        LAUNCH=ends,
+        RESIHP_RELAUNCHES="2",
+        **{"COORDINATOR_GONE": "0", "RESIHP_MOST_REQUEUES": "0"} | variables,
     )
     lines = done.stdout.splitlines()
     assert lines.count("launch") == launches, done.stderr
@@ -228,7 +231,9 @@ class TestChain:
     def test_nothing_follows_an_end_that_another_start_would_not_change(self, tmp_path: Path, code: int) -> None:
         run(tmp_path, JOB_CODE=str(code), RESIHP_CHAIN="large")
         done = run(tmp_path, JOB_CODE="0", RESIHP_CHAIN="large")
-        told = f"resihp: the chain has ended with {code}; to continue it, remove {tmp_path}/resihp-runs/large/exit_code\n"
+        told = (
+            f"resihp: the chain has ended with {code}; to continue it, remove {tmp_path}/resihp-runs/large/exit_code\n"
+        )
         assert (done.returncode, done.stdout) == (code, told)
 
     @pytest.mark.parametrize("code", [exit_codes.RETRY, 138, 143])
@@ -239,7 +244,9 @@ class TestChain:
         (saved / TRACKER).write_text("4321\n")
         done = run(tmp_path, JOB_CODE="0", RESIHP_CHAIN="large", SAVED="1", PYTHONPATH=str(ROOT))
         arguments = done.stdout.splitlines()
-        assert done.returncode == 0 and arguments[arguments.index("--load", arguments.index("--load") + 1) + 1] == str(saved)
+        assert done.returncode == 0 and arguments[arguments.index("--load", arguments.index("--load") + 1) + 1] == str(
+            saved
+        )
 
     def test_a_first_node_that_is_lost_ends_the_allocation(self, tmp_path: Path) -> None:
         done = run(
