@@ -32,6 +32,7 @@ class Iteration(AgreedStep):
     loss_scale: Annotated[float | None, "what losses were multiplied by; null: it never changes"] = None
     samples: Annotated[int | None, "samples of the iteration: the global batch size"] = None
     duration_s: Annotated[float | None, "seconds since this reporter's previous `iteration`; null: its first"] = None
+    ends: Annotated[bool | None, "the job was asked to end after it, or its time is up"] = None
 
 
 @event("agreed", written_by="coordinator")

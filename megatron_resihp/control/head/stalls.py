@@ -86,7 +86,9 @@ class StallWatch:
             case Checkpoint():
                 self._save_within = min(self._save_within, 1)
             case Iteration():
-                return self._step(event.iteration, event.duration_s, now)
+                found = self._step(event.iteration, event.duration_s, now)
+                self._save_within = inf if event.ends else self._save_within
+                return found
         return []
 
     def told(self, notice: Notice) -> None:

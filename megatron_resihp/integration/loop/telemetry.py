@@ -22,7 +22,7 @@ def report_iteration(runtime: Runtime) -> None:
         runtime.control.event(Iteration(
             iteration=iteration, agreed_epoch=outcome.epoch, loss=outcome.means,
             grad_norm=outcome.grad_norm, skipped=outcome.skipped, loss_scale=_scale(runtime),
-            samples=runtime.job.args.global_batch_size,
+            samples=runtime.job.args.global_batch_size, ends=outcome.stop or None,
             duration_s=None if runtime.recovery.last_step_at is None else now - runtime.recovery.last_step_at,
         ))  # fmt: skip
     runtime.recovery.last_step_at = now

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_resihp.control.head.stalls import SAVED_WITHIN, StallWatch
+from megatron_resihp.control.head.stalls import LEAST_DUE_S, SAVED_WITHIN, StallWatch
 from megatron_resihp.events.codec import read_event
 from megatron_resihp.events.job import Stall
 from megatron_resihp.protocol.notices import SaveOrder, StopTraining
@@ -55,6 +55,16 @@ def test_a_stall_is_said_while_it_lasts_and_when_it_ends() -> None:
     assert [event.over for event in run.told] == [False, False, False, True]
     assert {event.iteration for event in run.told} == {20}
     assert run.told[0].usual_s == pytest.approx(0.4) and run.told[0].meanwhile is None
+
+
+def test_the_checkpoint_of_a_job_whose_time_is_up_is_none() -> None:
+    run = Run(ends_early=True)
+    run.step(19)
+    run.wait(0.4)
+    run.note("iteration", iteration=20, ends=True)
+    run.wait(LEAST_DUE_S - 1.0)
+    run.note("run_finished", exit_code=0)
+    assert not run.told
 
 
 def test_iterations_that_vary_are_no_stall() -> None:
