@@ -19,7 +19,6 @@ SEVERAL_RANKS: Final[Mapping[str, str]] = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
     "NCCL_MAX_CTAS": "2",
     "NCCL_NVLS_ENABLE": "0",
-    "CUDA_VISIBLE_DEVICES": "0",
     # Megatron insists on it for tensor parallelism before Blackwell.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
 }
@@ -53,7 +52,10 @@ class Setting:
         """The environment of processes that stand for workers."""
         paths = [str(REPOSITORY), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         base = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        return base | {"OMP_NUM_THREADS": "1"} | ({} if self.stand_in else dict(SEVERAL_RANKS)) | more
+        # All ranks share one device: the first of those that a scheduler has given, or of all.
+        device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+        one_device = {} if self.stand_in else {**SEVERAL_RANKS, "CUDA_VISIBLE_DEVICES": device}
+        return base | {"OMP_NUM_THREADS": "1"} | one_device | more
 
     def seconds_left(self) -> float:
         return max(0.0, self.ends_at - time.monotonic())

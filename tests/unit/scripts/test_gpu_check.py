@@ -62,6 +62,18 @@ def test_every_case_has_a_name_of_its_own() -> None:
     assert {part.call for part in check.PARTS} == {1, 2, 3}
 
 
+@pytest.mark.parametrize(("given", "taken"), [(None, "0"), ("5,6", "5"), ("GPU-7d", "GPU-7d")])
+def test_all_ranks_share_the_first_device_that_was_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str | None, taken: str
+) -> None:
+    from setting import Setting
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    assert Setting(stand_in=False, out=tmp_path, ends_at=0.0).environment()["CUDA_VISIBLE_DEVICES"] == taken
+
+
 def test_what_can_not_be_run_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import check
 
