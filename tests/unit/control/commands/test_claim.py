@@ -112,7 +112,9 @@ def test_a_file_that_names_nobody_is_taken_over_in_time(path: Path, left: str) -
 @pytest.mark.usefixtures("hasty")
 def test_one_that_is_being_written_is_waited_for(path: Path) -> None:
     path.touch()
-    writing = threading.Timer(0.1, lambda: path.write_text(text()))
+    written = path.with_name("written")
+    written.write_text(text())
+    writing = threading.Timer(0.1, written.replace, (path,))
     writing.start()
     with pytest.raises(ClaimedError, match="process"):
         claimed(path, text(), nobody).__enter__()
