@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from math import inf
 from typing import Final
 
 from megatron_resihp.control.transport.absence import Absence
@@ -107,6 +108,8 @@ class Heartbeats:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._heard: dict[int, float] = {}
+        self._silent_from = inf
+        """Before then no peer can have been silent for too long."""
         self._absence = Absence(timeout_s / 2)
 
     @property
@@ -116,6 +119,7 @@ class Heartbeats:
 
     def beat(self, name: int, now: float) -> None:
         self._heard[name] = now
+        self._silent_from = min(self._silent_from, now + self._timeout_s)
 
     def forget(self, name: int) -> None:
         self._heard.pop(name, None)
@@ -126,9 +130,13 @@ class Heartbeats:
         if away_s:
             # A watcher that was stopped itself has heard nothing meanwhile.
             self._heard = {name: min(heard + away_s, now) for name, heard in self._heard.items()}
+        # There is a look for each beat, so that looking at all peers each time would take the square of their number.
+        if now <= self._silent_from:
+            return {}
         found = {name: now - heard for name, heard in self._heard.items() if now - heard > self._timeout_s}
         for name in found:
             del self._heard[name]
+        self._silent_from = min(self._heard.values(), default=inf) + self._timeout_s
         return found
 
 

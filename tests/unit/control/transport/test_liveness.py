@@ -10,7 +10,10 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from megatron_resihp.control.transport.absence import Absence
 from megatron_resihp.control.transport.liveness import FAILED, Finding, Heartbeats, Kind, LivenessConnection, Watcher
 
 WAIT_S = 5.0
@@ -50,6 +53,29 @@ def test_a_watcher_that_was_away_blames_nobody() -> None:
     for now in (3604, 3608):
         assert beats.silent(now) == {}
     assert beats.silent(3612) == {3: 12}
+
+
+@given(
+    # What happens after so many seconds, to which peer; a watcher that looks after more than 5 s was away.
+    st.lists(st.tuples(st.sampled_from(("beat", "forget", "look")), st.integers(0, 4), st.integers(0, 6)), max_size=60)
+)
+def test_who_is_silent_is_found_as_if_all_were_looked_at(happened: list[tuple[str, int, int]]) -> None:
+    beats, absence, heard, now = Heartbeats(timeout_s=10), Absence(5.0), dict[int, float](), 0.0
+    for what, name, passed in happened:
+        now += passed
+        if what == "beat":
+            beats.beat(name, now)
+            heard[name] = now
+        elif what == "forget":
+            beats.forget(name)
+            heard.pop(name, None)
+        else:
+            away = absence.before(now)
+            heard = {each: min(at + away, now) for each, at in heard.items()}
+            silent = {each: now - at for each, at in heard.items() if now - at > 10}
+            heard = {each: at for each, at in heard.items() if each not in silent}
+            assert beats.silent(now) == silent
+            assert set(beats.names) == set(heard)
 
 
 @pytest.fixture
