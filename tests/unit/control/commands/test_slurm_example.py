@@ -26,7 +26,7 @@ SCRIPT = (SLURM / "job.sbatch").read_text()
 COMMANDS = {
     "scontrol": 'if [[ $2 == config ]]; then echo "SlurmdPort = 6818"; '
     'elif [[ $2 == job ]]; then echo "   Requeue=1 Restarts=${SLURM_RESTART_COUNT:-0} BatchFlag=1"; '
-    'elif [[ $1 == show ]]; then echo node0; echo node1; else echo "scontrol $*"; fi',
+    'elif [[ $1 == show ]]; then printf "node%s\\n" ${NODES_OF_JOB:-0 1}; else echo "scontrol $*"; fi',
     # The example hands its job over.
     "sbatch": 'while [[ $1 == --* ]]; do shift; done; exec bash "$@"',
     # As SLURM does for the task on the second node.
@@ -38,9 +38,9 @@ COMMANDS = {
     '[[ -z ${JOB_CODE:-} ]] || echo "$JOB_CODE" > "$RUN_DIR/exit_code"',
     # The first node and its coordinator are there, or out of reach.
     "timeout": '[[ "$*" != */29400 ]] || exit ${COORDINATOR_GONE:-1}; exit ${NODE0_GONE:-0}',
-    "sinfo": 'echo "${NODE0_STATE:-allocated}"',
+    "sinfo": 'if [[ "$*" == *node2* ]]; then echo "$STATE_OF_2"; else echo "${NODE0_STATE:-allocated}"; fi',
     "scancel": 'echo "scancel $*"',
-    "sleep": "",
+    "sleep": 'eval "${SLEEP:-}"',
 }
 
 
@@ -150,6 +150,21 @@ def test_a_task_queues_the_job_again_if_the_first_node_is_lost(
     )  # fmt: skip
     said = [line for line in done.stdout.splitlines() if line.startswith(("scontrol requeue", "scancel"))]
     assert said == ([follows] if follows else []), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("states", "waits"),
+    [("allocated", True), ("down*", False), ("allocated*", False)], ids=["writes", "lost", "lost, as it seems"],
+)  # fmt: skip
+def test_a_task_does_not_end_others_that_still_write_what_they_hold(tmp_path: Path, states: str, waits: bool) -> None:
+    """The first node is lost. Node 2 takes longer than node 1 to save."""
+    done = run(
+        tmp_path, LAUNCH=f"exit {exit_codes.RETRY}", NODE0_GONE="1", NODES_OF_JOB="0 1 2", SLURM_JOB_NUM_NODES="3",
+        STATE_OF_2=states, NODE0_STATE="down*", SRUN_CODE=str(exit_codes.REFUSED),
+        SLEEP="[[ $1 != 5 ]] || { echo waited; touch $RUN_DIR/ended/2; }",
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line in ("waited", "scontrol requeue 7")]
+    assert lines == ["waited"] * waits + ["scontrol requeue 7"], done.stderr
 
 
 @pytest.mark.parametrize(
