@@ -20,7 +20,7 @@ def _have_totals(counters: dict[str, Any]) -> bool:
 
 Counters = Annotated[dict[str, Any], Holds(_have_totals, "counters: their 'totals' are a list or an object")]
 """Megatron's, by name; those of workers that follow the losses have their `totals`."""
-TIMES: Final = ("interval_s", "started")
+TIMES: Final[tuple[str, ...]] = ("interval_s", "started")
 """Counters that each worker has by its own clock: seconds that the next line of Megatron's log is about, and the Unix
 time at which it was started."""
 

@@ -127,8 +127,9 @@ class Kinds[T]:
                 raise WrongValueError("is missing", "body")
             if len(value) > len(_NAMES) - ("id" not in value) and not tolerance.unknown:
                 raise WrongValueError("is unknown", min(value.keys() - _NAMES)[:60])
-            body = decode(self._kinds[name], value["body"], tolerance._replace(known=known) if known else tolerance)
-            return Letter(sender, body, id, _said(whole, name, sender, id) if tolerance == EXACT else "")
+            exact = tolerance == EXACT
+            body = decode(self._kinds[name], value["body"], Tolerance(known=known) if known and exact else tolerance)
+            return Letter(sender, body, id, _said(whole, name, sender, id) if exact else "")
         except WrongValueError as error:
             raise MalformedError(f"{what} from {who}: {error}") from None
 

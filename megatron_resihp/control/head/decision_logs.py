@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_resihp.control.coordination.decisions.entries import line_of
+from megatron_resihp.control.coordination.decisions.entries import Entry, line_of
 from megatron_resihp.control.coordination.decisions.reading import Decisions, UnusableError
 from megatron_resihp.control.head.decision_file import DecisionFile, read_decisions
 from megatron_resihp.control.head.etcd_log import EtcdLog, read_etcd_decisions
@@ -48,7 +48,8 @@ class DecisionLogs:
         # Only now is it known that no other has gone on. The file may lack the last ones.
         before, self._before = self._before, None
         if before is not None:
-            self._file.write([line_of(each) for each in (before.began, *before.steps)])
+            entries: list[Entry] = [before.began, *before.steps]
+            self._file.write([line_of(each) for each in entries])
         self._file.write(lines)
 
     def close(self) -> None:
