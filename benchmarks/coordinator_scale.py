@@ -77,7 +77,7 @@ COUNTERS: Final[dict[str, Any]] = {
         "groups": {"betas": [0.9, 0.999], "eps": 1e-08}, "scale": {},
     },
     "flops": 1308622848.0, "totals": {"advanced iterations": 0, "skipped iterations": 0, "nan iterations": 0},
-    "predicted": {}, "interval_s": 0.0691823959350586, "started": 1795759941.7063177,
+    "predicted": {},
 }  # fmt: skip
 """As a worker reports them."""
 
@@ -180,11 +180,18 @@ class Job:
         """All were computing iteration 6."""
         outcome = Outcome(0, 1.0, ((12.0, 4096.0),), ("lm loss",))
         counters = {5: COUNTERS, 6: COUNTERS}
-        record = Record(6, IterationPhase.COMPUTE, True, {5: outcome}, counters, 0, ("lm loss",))
         for worker in plan.members:
             coordinate = plan.coordinate_of(worker)
             if worker != VICTIM and coordinate is not None:
+                record = Record(
+                    6, IterationPhase.COMPUTE, True, {5: outcome}, counters, 0, ("lm loss",), _times(worker)
+                )  # fmt: skip
                 yield SurvivorReport(worker, 0, record, shards_at(self._own, coordinate, TENSOR_PARALLEL))
+
+
+def _times(worker: int) -> dict[int, dict[str, float]]:
+    """By the worker's own clock."""
+    return {n: {"interval_s": 0.06918239 + worker / 1e7, "started": 1795759941.7063 + worker / 1e4} for n in (5, 6)}
 
 
 def play(replicas: int, address: Address, secret: Secret, told: Any) -> None:

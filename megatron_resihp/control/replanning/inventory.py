@@ -165,6 +165,8 @@ def plan_for_survivors(
         if error.missing and not lacking(held, own[-1].end):
             raise NoPlanError(f"{len(held)} survivors are fewer than TP x PP = {shape.replica_size}") from None
         raise
+    if taken.keys().isdisjoint(plan.standbys):
+        return plan
     standbys = {worker: None if worker in taken else kept for worker, kept in plan.standbys.items()}
     return replace(plan, standbys=standbys)
 
