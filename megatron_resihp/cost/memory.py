@@ -19,6 +19,8 @@ from megatron_resihp.cost.training import Recompute, Training
 from megatron_resihp.pipeline.op import OpKind
 from megatron_resihp.pipeline.planned import known_program
 from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, PlanError, Replica, Schedule, Shard, even_chunks
+from megatron_resihp.plan.microbatches import filled_up
+from megatron_resihp.plan.parallel_plan import rounds_of
 from megatron_resihp.plan.schedule import KINDS
 
 _Ops = tuple[NDArray[np.int64], NDArray[np.int64]]
@@ -102,10 +104,12 @@ def memory_of(plan: ParallelPlan, model: Model, training: Training, kept_until_w
     used: dict[int, MemoryUse] = {}
     alike: dict[tuple[object, ...], dict[Coordinate, MemoryUse]] = {}
     try:
-        for replica in replicas:
-            key = (replica.shape, replica.chunks, replica.schedule, len(replica.micro_batches))
+        for number, replica in enumerate(replicas):
+            rounds = rounds_of(plan, number)
+            key = (replica.shape, replica.chunks, replica.schedule, rounds)
             if key not in alike:
-                alike[key] = accountant.of_replica(replica)
+                run = replace(replica, micro_batches=filled_up(replica.micro_batches, rounds))
+                alike[key] = accountant.of_replica(run)
             used |= {worker: alike[key][coordinate] for worker, coordinate in replica.workers()}
         for worker, kept in plan.standbys.items():
             if isinstance(kept, Coordinate):

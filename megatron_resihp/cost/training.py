@@ -180,6 +180,19 @@ def why_own_experts(arguments: Mapping[str, Any]) -> str:
     return ""
 
 
+def why_equal_rounds(arguments: Mapping[str, Any]) -> str:
+    """Why replicas that share experts must have equally many micro-batches; empty: they needn't.
+
+    Those with fewer run their last one again, so that it counts nothing. For that, its forward and backward passes must
+    be calls of their own.
+    """
+    if why_own_experts(arguments):
+        return why_own_experts(arguments)
+    if arguments.get("overlap_moe_expert_parallel_comm"):
+        return "--overlap-moe-expert-parallel-comm runs one micro-batch in turns with another"
+    return ""
+
+
 def _words(value: str | Sequence[str] | None) -> Sequence[str]:
     return [value] if isinstance(value, str) else value or ()
 

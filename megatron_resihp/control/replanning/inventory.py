@@ -84,7 +84,7 @@ def shape_of(job: JobDescription, workers_per_node: int) -> JobShape:
     return JobShape(
         job.tensor_parallel, job.pipeline_parallel, job.micro_batches, workers_per_node, job.micro_batch_group,
         job.distributed_optimizer, job.spread_replicas,
-        sharings(contexts, experts, job.expert_members, keeps_ratio(job)),
+        sharings(contexts, experts, job.expert_members, keeps_ratio(job)), bool(job.equal_rounds),
     )  # fmt: skip
 
 

@@ -123,9 +123,11 @@ class UniformMode(Mode):
         start_streams(self._runtime.job.args, self._runtime.epoch)
 
     def train(self, schedule: Schedule, call: dict[str, Any]) -> Losses:
-        share = len(self.view.read_order)
-        with scaled_losses(self.averaging, self._runtime.held.live.optimizer, call["model"], share):
-            return _run(self.view, schedule, call, share)
+        """Those that share experts run as many micro-batches as the one that has most. What a replica runs beyond its
+        own counts nothing (`patches.experts.additional_rounds`)."""
+        rounds = len(self.view.read_order)
+        with scaled_losses(self.averaging, self._runtime.held.live.optimizer, call["model"], rounds):
+            return _run(self.view, schedule, call, rounds)[: len(self.view.counted)]
 
     def evaluate(self, schedule: Schedule, call: dict[str, Any]) -> Losses:
         """A replica that has nothing to evaluate takes part in the sums over replicas. One with less than Megatron's

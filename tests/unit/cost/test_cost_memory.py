@@ -121,6 +121,14 @@ class TestActivations:
         assert one > 2 * TOKENS * (1024 + 512) - 2
         assert later[1].activations - at_once[1].activations == pytest.approx(waiting * one, abs=waiting)
 
+    def test_of_rounds_that_count_nothing_are_kept_too(self) -> None:
+        """The second replica has one micro-batch, and runs three as the first does."""
+        hands = ((0, 1, 2), (3,))
+        rows = zip(uniform(1, 2, 2, 2).replicas, hands, strict=True)
+        plan = ParallelPlan(tuple(replace(each, micro_batches=hand) for each, hand in rows), expert_parallel=2)
+        shared, alone = (memory_of(each, MODEL, TRAINING) for each in (plan, replace(plan, expert_parallel=1)))
+        assert shared[2] == shared[0] == alone[0] and alone[2].activations == alone[0].activations / 2
+
     @pytest.mark.parametrize(("tp", "pp", "micro_batches"), [(1, 1, 4), (2, 1, 1), (2, 4, 8), (4, 2, 8), (1, 8, 3)])
     def test_as_megatron_reports_them_for_the_first_stage(self, tp: int, pp: int, micro_batches: int) -> None:
         report = pytest.importorskip("megatron.training.theoretical_memory_usage")
