@@ -277,7 +277,13 @@ class Policy:
 
     def answered(self, number: int, answer: PlannerAnswer, now: float) -> list[Action]:
         """What the planner found."""
-        if number != self._asked or isinstance(answer, NoPlan) or not answer.current_s:
+        if number != self._asked:
+            return []
+        if isinstance(answer, NoPlan):
+            # Where the strategy has none, none is late: what is found later is a change by choice.
+            self._overtaken = self._overtaken and answer.unanswered
+            return []
+        if not answer.current_s:
             return []
         gain = 1.0 - answer.iteration_s / answer.current_s
         if answer.plan in (*self._recommended.failed, *self._recommended.refused):

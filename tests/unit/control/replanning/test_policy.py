@@ -365,6 +365,18 @@ class TestAPlanThatTheRecoveryDidNotWaitFor:
         [found] = run.train(20)
         assert isinstance(found, Recommend) and found.act == "observe", "a job that only observes"
 
+    @pytest.mark.parametrize(("unanswered", "act"), [(False, "observe"), (True, "act")])
+    def test_where_the_strategy_has_none_it_is_not_late(self, unanswered: bool, act: str) -> None:
+        """What is found for a worker that is slow later is a change by choice. A planner that has ended has not said
+        so."""
+        run, [asked] = self.recover(overtaken=True)
+        assert isinstance(asked, AskPlanner)
+        assert not run.policy.answered(asked.number, NoPlan("too little memory", unanswered), run.now)
+        run.train(50)
+        run.answer(run.verdict())
+        [found] = run.train(20)
+        assert isinstance(found, Recommend) and found.act == act
+
     def test_where_there_was_none_nothing_is_asked(self) -> None:
         _, actions = self.recover()
         assert not actions
