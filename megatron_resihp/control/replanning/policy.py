@@ -5,7 +5,7 @@ Slowness may pass, and a change costs a stand-still, so waiting and changing are
 made once the time that it would have saved so far is as much as it costs. No order of events can then cost more than
 twice what knowing the future would have saved. Besides, what is left of the job has to be long enough to pay for it.
 
-May import `events`, `plan`, `protocol` and this package's other pure modules.
+May import `config`, `events`, `plan`, `protocol` and this package's other pure modules.
 """
 
 from collections import deque
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Final
 
+from megatron_resihp.config import UNIFORM
 from megatron_resihp.control.replanning.health import Speeds
 from megatron_resihp.control.replanning.trial import Outcome, Trial
 from megatron_resihp.events.detection import Verdict
@@ -243,7 +244,8 @@ class Policy:
             case PlanChange():
                 self._changing = True
                 self._recommended.begun(event, self._plan)
-            case Planned():
+            case Planned() if event.instead_of != UNIFORM:
+                # Where uniform plans don't exist either, a second event says so, and nothing of the strategy.
                 self._overtaken, self._tried_late = bool(event.overtaken), False
             case PlanFailed():
                 self._recommended.first_step_failed(event.number)

@@ -365,6 +365,17 @@ class TestAPlanThatTheRecoveryDidNotWaitFor:
         [found] = run.train(20)
         assert isinstance(found, Recommend) and found.act == "observe", "a job that only observes"
 
+    def test_also_where_too_few_were_left_for_a_uniform_plan(self) -> None:
+        run = Run(act="observe")
+        run.tell("planned", strategy="uniform", instead_of="joint", reason="no plan within 30 s", overtaken=True)
+        run.tell("planned", strategy="fallback", instead_of="uniform", reason="3 survivors are fewer than TP x PP = 4")
+        run.tell("epoch_started", plan=OTHER.to_dict(), epoch=1)
+        [asked] = run.tell("recovery", resumed_at=1005.0, broken_at=1000.0)
+        assert isinstance(asked, AskPlanner)
+        run.answer(asked)
+        [found] = run.train(20)
+        assert isinstance(found, Recommend) and found.act == "act"
+
     @pytest.mark.parametrize(("unanswered", "act"), [(False, "observe"), (True, "act")])
     def test_where_the_strategy_has_none_it_is_not_late(self, unanswered: bool, act: str) -> None:
         """What is found for a worker that is slow later is a change by choice. A planner that has ended has not said
