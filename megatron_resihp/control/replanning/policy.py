@@ -91,9 +91,22 @@ class _Candidate:
     plan: ParallelPlan
     gain: float
     moving_s: float
+    sending_s: float
     iteration_s: float
     why: str | None = None
     """If not for speeds."""
+
+    def cost_s(self, stand_still_s: float | None) -> float:
+        """How long a change to this plan will hold up training.
+
+        The last stand-still tells what new groups take in this job, which the planner only guesses. Whether as much
+        state moves now, it does not tell. What is weighed with too much only comes later, and the stand-still that
+        follows is a better measure; what is weighed with too little makes a change that does not pay.
+
+        Args:
+            stand_still_s: of the last recovery or change; None: there was none.
+        """
+        return self.moving_s if stand_still_s is None else max(stand_still_s, self.sending_s)
 
 
 @dataclass
@@ -298,7 +311,7 @@ class Policy:
         if gain < LEAST_GAIN:
             self._lost.since, self._overtaken = None, False
             return []
-        self._candidate = _Candidate(answer.plan, gain, answer.moving_s, answer.iteration_s)
+        self._candidate = _Candidate(answer.plan, gain, answer.moving_s, answer.sending_s, answer.iteration_s)
         self._lost.count_until_now(self._training, gain)
         return self._decide(now)
 
@@ -310,7 +323,8 @@ class Policy:
             return [outcome]
         gain = 1.0 - outcome.before_s / outcome.after_s
         why = f"change {outcome.number} has not paid: iterations {outcome.before_s:.3g} s → {outcome.after_s:.3g} s"
-        self._candidate = _Candidate(before, gain, self._training.stand_still_s or 0.0, outcome.before_s, why)
+        # What has moved moves back.
+        self._candidate = _Candidate(before, gain, moving_s=0.0, sending_s=0.0, iteration_s=outcome.before_s, why=why)
         return [outcome, *self._decide(now)]
 
     def _ask(self) -> list[Action]:
@@ -345,7 +359,7 @@ class Policy:
             return []
         if training.train_iters is None or self._plan is None:
             return []
-        cost_s = candidate.moving_s if training.stand_still_s is None else training.stand_still_s
+        cost_s = candidate.cost_s(training.stand_still_s)
         to_save_s = (training.train_iters - training.iteration) * training.iteration_s * candidate.gain
         too_soon = training.changed_at is not None and now - training.changed_at < self._between_s
         if too_soon or lost_s < cost_s or to_save_s < cost_s:

@@ -55,7 +55,9 @@ def survivors(*workers: int, running: ParallelPlan | None = START, **job: Any) -
 
 
 def found(plan: ParallelPlan) -> PlanFound:
-    return PlanFound(plan, planning_s=0.1, iteration_s=1.0, current_s=None, healthy_s=1.0, moving_s=2.0, bound_s=0.9)
+    return PlanFound(
+        plan, planning_s=0.1, iteration_s=1.0, current_s=None, healthy_s=1.0, moving_s=2.0, sending_s=0.0, bound_s=0.9
+    )
 
 
 def strategic(answer: PlannerAnswer) -> StrategicPlan:

@@ -21,8 +21,8 @@ NEXT = ParallelPlan((Replica(((0,), (2,)), (0, 1, 2)), Replica(((1,), (3,)), (3,
 ITERATION_S = 2.0
 
 
-def found(iteration_s: float, current_s: float | None, moving_s: float = 5.0) -> PlanFound:
-    return PlanFound(NEXT, 0.1, iteration_s, current_s, healthy_s=2.0, moving_s=moving_s, bound_s=iteration_s)
+def found(iteration_s: float, current_s: float | None, sending_s: float = 0.0) -> PlanFound:
+    return PlanFound(NEXT, 0.1, iteration_s, current_s, 2.0, 5.0 + sending_s, sending_s, bound_s=iteration_s)
 
 
 class Run:
@@ -50,8 +50,8 @@ class Run:
         assert isinstance(asked, AskPlanner)
         return asked
 
-    def answer(self, asked: AskPlanner, gain: float = 0.25, moving_s: float = 5.0) -> list[Action]:
-        return self.policy.answered(asked.number, found(2.0 * (1 - gain), 2.0, moving_s), self.now)
+    def answer(self, asked: AskPlanner, gain: float = 0.25, sending_s: float = 0.0) -> list[Action]:
+        return self.policy.answered(asked.number, found(2.0 * (1 - gain), 2.0, sending_s), self.now)
 
     def train(self, iterations: int, seconds: float = ITERATION_S) -> list[Action]:
         found: list[Action] = []
@@ -222,6 +222,23 @@ def test_least_time_between_changes() -> None:
     assert not run.train(29), "58 seconds"
     [found] = run.train(1)
     assert isinstance(found, Recommend) and found.cost_s == 0.5, "what a change really cost"
+
+
+@pytest.mark.parametrize(
+    ("stood_still_s", "cost_s"),
+    [(0.5, 60.0), (90.0, 90.0)],
+    ids=["nothing had to move the last time", "it took longer than planners think"],
+)
+def test_a_change_that_moves_much_state_costs_as_much_as_that(stood_still_s: float, cost_s: float) -> None:
+    run = Run()
+    run.tell("epoch_started", plan=PLAN.to_dict(), epoch=1)
+    [asked] = run.tell("recovery", broken_at=1.0, resumed_at=1.0 + stood_still_s)
+    assert isinstance(asked, AskPlanner)
+    run.answer(asked, sending_s=60.0)
+    in_time = round(cost_s / 0.5)
+    assert not run.train(in_time - 1)
+    [found] = run.train(1)
+    assert isinstance(found, Recommend) and found.cost_s == pytest.approx(cost_s)
 
 
 def test_after_a_worker_has_only_looked_well_changes_are_made_less_often() -> None:
