@@ -24,7 +24,7 @@ from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.plan.slots import renamed, slot_of, workers_in_slots
 from megatron_resihp.plan.spelling import trimmed
 from megatron_resihp.planner import JobShape, NoPlanError
-from megatron_resihp.protocol.planning import NoPlan, PlanFound, PlannerAnswer
+from megatron_resihp.protocol.planning import KnownJob, NoPlan, PlanFound, PlannerAnswer
 
 WITHOUT_UNIFORM_S: Final = 30.0
 """How long a recovery waits for a strategy's plan where there is no other."""
@@ -56,8 +56,19 @@ def uniform_plan(survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
     """As many complete replicas of the job's own shape as there are; needs no more than sizes.
 
     Where fewer of them share each sequence or each layer's experts than in the job's own layout, each worker has more
-    of these, which must fit into its memory, if that is known.
+    of these, which must fit into its memory, if that is known. If nothing fits, none of it is kept in reserve: without
+    a plan the job ends.
     """
+    known = survivors.known
+    try:
+        return _with_room(survivors, known), []
+    except NoPlanError as error:
+        if error.missing or not known.device_memory:
+            raise
+    return _with_room(survivors, replace(known, memory_reserve=0.0)), []
+
+
+def _with_room(survivors: Survivors, known: KnownJob) -> ParallelPlan:
     shape, too_large = survivors.shape, ""
     while True:
         try:
@@ -66,15 +77,15 @@ def uniform_plan(survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
             raise NoPlanError(f"{error}; {too_large}", error.missing) if too_large else error from None
         tried = Sharing(plan.context_parallel, plan.expert_parallel)
         if tried[:2] == shape.own_sharing[:2]:
-            return plan, []
+            return plan
         try:
-            check_memory(plan, survivors.previous, survivors.own, survivors.known)
+            check_memory(plan, survivors.previous, survivors.own, known)
         except PlanError as error:
             too_large = f"with {tried.together} of them {error}"
             left = (each for each in shape.sharings if each.context > tried.context or each.experts > tried.experts)
             shape = replace(shape, sharings=tuple(left))
         else:
-            return plan, []
+            return plan
 
 
 def _uniform(survivors: Survivors, shape: JobShape) -> ParallelPlan:

@@ -241,6 +241,13 @@ class TestSharedSequences:
         plan, _ = uniform_plan(replace(survivors, job=replace(survivors.job, device_memory=(shared + alone) // 2)))
         assert (plan.context_parallel, len(plan.replicas), set(plan.standbys)) == (2, 2, {2})
 
+    def test_one_that_is_left_goes_on_without_a_reserve(self) -> None:
+        """Whole sequences need all of its memory."""
+        alone, _ = uniform_plan(self.survivors(0))
+        needed = max(use.total for use in memory_of(spelled_out(alone, self.OWN), *model_and_training()).values())
+        plan, _ = uniform_plan(self.survivors(0, device_memory=needed, memory_reserve=50.0))
+        assert (plan.context_parallel, len(plan.replicas)) == (1, 1)
+
     def test_one_that_is_left_says_what_exceeds_its_memory(self) -> None:
         with pytest.raises(NoPlanError, match=r"can't share sequences in groups of 2; with 1 of them memory exceeded"):
             uniform_plan(self.survivors(0, device_memory=2**16))
