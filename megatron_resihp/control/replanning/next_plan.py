@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from megatron_resihp.config import UNIFORM
-from megatron_resihp.control.replanning.change import check_memory, with_standbys
+from megatron_resihp.control.replanning.change import check_memory, model_of, with_standbys
 from megatron_resihp.control.replanning.fallback import plan_for_few
 from megatron_resihp.control.replanning.inventory import Held, Survivors, lacking, plan_for_survivors
 from megatron_resihp.control.replanning.modes import mode_of
@@ -57,15 +57,31 @@ def uniform_plan(survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
 
     Where fewer of them share each sequence or each layer's experts than in the job's own layout, each worker has more
     of these, which must fit into its memory, if that is known. If nothing fits, none of it is kept in reserve: without
-    a plan the job ends.
+    a plan the job ends. If nobody knows what would fit, as many share as can.
     """
     known = survivors.known
+    if known.device_memory and model_of(known) is None:
+        return _of_most_sharers(survivors), []
     try:
         return _with_room(survivors, known), []
     except NoPlanError as error:
         if error.missing or not known.device_memory:
             raise
     return _with_room(survivors, replace(known, memory_reserve=0.0)), []
+
+
+def _of_most_sharers(survivors: Survivors) -> ParallelPlan:
+    """As many share each layer's experts as can, and of these plans, as many share each sequence as can: each worker
+    then has the least state, and the least activations."""
+    shape = survivors.shape
+    sharings = sorted(shape.sharings, key=lambda each: (each.experts, each.context), reverse=True)
+    for number in range(1, len(sharings)):
+        try:
+            return _uniform(survivors, replace(shape, sharings=tuple(sharings[:number])))
+        except NoPlanError as error:
+            if error.missing:
+                raise
+    return _uniform(survivors, shape)
 
 
 def _with_room(survivors: Survivors, known: KnownJob) -> ParallelPlan:

@@ -241,6 +241,16 @@ class TestSharedSequences:
         plan, _ = uniform_plan(replace(survivors, job=replace(survivors.job, device_memory=(shared + alone) // 2)))
         assert (plan.context_parallel, len(plan.replicas), set(plan.standbys)) == (2, 2, {2})
 
+    def test_they_go_on_sharing_where_nobody_knows_what_fits(self) -> None:
+        """Some kinds of recomputation are not modelled. One that is left has no choice."""
+        unknown = {**ARGUMENTS, "recompute_granularity": "selective", "recompute_modules": ["moe_act", "layernorm"]}
+        shared, alone = (
+            uniform_plan(replace(self.survivors(*workers, device_memory=2**30), arguments=unknown))[0]
+            for workers in ((0, 1, 2), (0,))
+        )
+        assert (shared.context_parallel, len(shared.replicas)) == (2, 2)
+        assert (alone.context_parallel, len(alone.replicas)) == (1, 1)
+
     def test_one_that_is_left_goes_on_without_a_reserve(self) -> None:
         """Whole sequences need all of its memory."""
         alone, _ = uniform_plan(self.survivors(0))
