@@ -59,12 +59,14 @@ def propose(
     if alive and after.replicas != before.replicas:
         require_room(before, after, cost)
     evaluation = evaluate(after, health, cost)
+    moving_s = seconds_to_get_there(before, after, cost)
     return PlanFound(
         plan=after,
         iteration_s=evaluation.iteration_s,
         current_s=evaluate(before, health, cost).iteration_s if alive else None,
         healthy_s=evaluate(before, Health(dict.fromkeys(before.members, 1.0)), cost).iteration_s,
-        moving_s=seconds_to_get_there(before, after, cost),
+        moving_s=moving_s,
+        sending_s=max(moving_s - cost.rebuild_s, 0.0),
         bound_s=evaluation.bound.seconds,
         planning_s=planning_s(),  # the last one: all of the above takes time
     )

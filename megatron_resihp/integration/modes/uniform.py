@@ -136,8 +136,7 @@ class UniformMode(Mode):
         count = call["num_microbatches"]
         share = len(self.view.evaluation_share(count))
         losses = _run(self.view, schedule, call, self.view.evaluation_runs(count))
-        nothing = [{name: torch.zeros_like(value) for name, value in each.items()} for each in losses[share:]]
-        return losses[:share] + nothing
+        return _counting(losses, share)
 
     def share_gradients(self) -> None:
         if self._buddies is not None:
@@ -162,6 +161,19 @@ def _run(view: UniformView, schedule: Schedule, call: dict[str, Any], count: int
         config = get_model_config(call["model"][0])
         config.microbatch_group_size_per_vp_stage = group_for(view.plan.grid.pipeline_parallel, count, wanted)
     return schedule(**{**call, "num_microbatches": count})
+
+
+def _counting(losses: Losses, share: int) -> Losses:
+    """The same, of which only the first `share` count. Megatron adds up sums and numbers of tokens. It divides losses
+    that are one number by how many there are: so the mean of those that count stands for each of the others."""
+    counted = losses[:share]
+
+    def nothing(name: str, value: torch.Tensor) -> torch.Tensor:
+        if value.numel() > 1:
+            return torch.zeros_like(value)
+        return torch.stack([each[name] for each in counted]).mean(0) if counted else value
+
+    return counted + [{name: nothing(name, value) for name, value in each.items()} for each in losses[share:]]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from megatron_resihp.plan.layers import chunks_from
 from megatron_resihp.planner import NoPlanError
 from megatron_resihp.planner.bridge import plainly_ordered, propose, strategy_named
 from megatron_resihp.planner.evaluation import evaluate
+from megatron_resihp.planner.moves import bytes_to_move
 from megatron_resihp.planner.strategies import joint as search
 from megatron_resihp.planner.strategies.joint import joint
 from megatron_resihp.planner.strategies.registry import STRATEGIES, Change
@@ -95,3 +96,12 @@ class TestRoomOnTheWay:
         proposal = propose("joint", plan, plan.replicas[0].chunks, healthy(plan, dead=(3,)), cost, lambda: 1.5)
         with pytest.raises(PlanError):
             check_change(plan, proposal.plan, cost.model, cost.training, cost.device.memory)
+
+
+def test_sending_state_is_a_part_of_the_change() -> None:
+    cost = job(layers=8, micro_batches=4)
+    plan = first_plan(cost, tensor=1, replicas=2, pipeline=2)
+    proposal = propose("joint", plan, plan.replicas[0].chunks, healthy(plan, dead=(3,)), cost, lambda: 0.0)
+    lacking = max(bytes_to_move(plan, proposal.plan, cost).values())
+    assert proposal.sending_s == pytest.approx(lacking / cost.device.bandwidth)
+    assert proposal.moving_s == pytest.approx(cost.rebuild_s + proposal.sending_s)

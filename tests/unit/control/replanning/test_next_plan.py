@@ -55,7 +55,9 @@ def survivors(*workers: int, running: ParallelPlan | None = START, **job: Any) -
 
 
 def found(plan: ParallelPlan) -> PlanFound:
-    return PlanFound(plan, planning_s=0.1, iteration_s=1.0, current_s=None, healthy_s=1.0, moving_s=2.0, bound_s=0.9)
+    return PlanFound(
+        plan, planning_s=0.1, iteration_s=1.0, current_s=None, healthy_s=1.0, moving_s=2.0, sending_s=0.0, bound_s=0.9
+    )
 
 
 def strategic(answer: PlannerAnswer) -> StrategicPlan:
@@ -238,6 +240,23 @@ class TestSharedSequences:
         assert shared < alone
         plan, _ = uniform_plan(replace(survivors, job=replace(survivors.job, device_memory=(shared + alone) // 2)))
         assert (plan.context_parallel, len(plan.replicas), set(plan.standbys)) == (2, 2, {2})
+
+    def test_they_go_on_sharing_where_nobody_knows_what_fits(self) -> None:
+        """Some kinds of recomputation are not modelled. One that is left has no choice."""
+        unknown = {**ARGUMENTS, "recompute_granularity": "selective", "recompute_modules": ["moe_act", "layernorm"]}
+        shared, alone = (
+            uniform_plan(replace(self.survivors(*workers, device_memory=2**30), arguments=unknown))[0]
+            for workers in ((0, 1, 2), (0,))
+        )
+        assert (shared.context_parallel, len(shared.replicas)) == (2, 2)
+        assert (alone.context_parallel, len(alone.replicas)) == (1, 1)
+
+    def test_one_that_is_left_goes_on_without_a_reserve(self) -> None:
+        """Whole sequences need all of its memory."""
+        alone, _ = uniform_plan(self.survivors(0))
+        needed = max(use.total for use in memory_of(spelled_out(alone, self.OWN), *model_and_training()).values())
+        plan, _ = uniform_plan(self.survivors(0, device_memory=needed, memory_reserve=50.0))
+        assert (plan.context_parallel, len(plan.replicas)) == (1, 1)
 
     def test_one_that_is_left_says_what_exceeds_its_memory(self) -> None:
         with pytest.raises(NoPlanError, match=r"can't share sequences in groups of 2; with 1 of them memory exceeded"):
