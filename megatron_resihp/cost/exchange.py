@@ -32,7 +32,7 @@ def exchange_seconds(
     Args:
         model, training, device: `training` says how many share.
         degree: tensor-parallel.
-        near: how many of those that share the one with the fewest has on its node, itself included.
+        near: how many replicas of those that share the one with the fewest has on its node, itself included.
     """
     distinct, index = model.distinct
     of_layers = np.array([_of_layer(layer, training, device, degree, near) for layer in distinct]).T[:, list(index)]
@@ -45,7 +45,7 @@ def _of_layer(
 ) -> tuple[float, float, float]:  # fmt: skip
     forward = backward = 0.0
     for part in layer.parts:
-        if part.experts and training.expert_parallel > 1:
+        if part.experts and training.expert_parallel * training.expert_groups > 1:
             each = _CROSSINGS * _all_to_all(part, training, device, degree, near)
             forward, backward = forward + each, backward + each
         elif part.exchanged_bytes and not part.experts and training.context_parallel > 1:
@@ -57,8 +57,12 @@ def _of_layer(
 
 
 def _all_to_all(part: Part, training: Training, device: Device, degree: int, near: int) -> float:
-    """Of the worker that sends most to others; tokens are spread as `training.expert_loads` says."""
-    sharers = training.expert_parallel
+    """Of the worker that sends most to others; tokens are spread as `training.expert_loads` says.
+
+    Members of a stage with other experts each are on one node, and have the tokens of all experts between them.
+    """
+    groups = training.expert_groups
+    sharers, near = training.expert_parallel * groups, min(near, training.expert_parallel) * groups
     cut = degree if training.sequence_parallel else 1
     size = part.exchanged_bytes * training.tokens / training.context_parallel / cut * training.busiest_share
     inside, outside = size * (near - 1) / sharers, size * (sharers - near) / sharers
@@ -69,7 +73,7 @@ def _around(part: Part, training: Training, device: Device, degree: int, near: i
     """Keys and values of the others, forward and backward; a ring is as fast as its slowest link."""
     sharers = training.context_parallel
     share = float(part.share(degree, 0))
-    bandwidth = device.node_bandwidth if near == sharers else device.bandwidth
+    bandwidth = device.node_bandwidth if near >= sharers else device.bandwidth
     once = (sharers - 1) * (
         device.latency + share * part.exchanged_bytes * training.tokens / sharers / bandwidth
     )  # fmt: skip

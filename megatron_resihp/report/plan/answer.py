@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.plan import ParallelPlan, differences
@@ -14,6 +14,8 @@ from megatron_resihp.planner.evaluation import Evaluation, evaluate
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.moves import bytes_to_move, seconds_to_get_there
 from megatron_resihp.planner.strategy import Strategy
+
+SHARING: Final = "whose replicas share experts or sequences"
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Situation:
         plan: the one in force.
         health, cost: of the surviving workers.
         costs: the source of the costs, in words.
+        left_out: strategies that plan no such jobs, where all were asked for.
     """
 
     title: str
@@ -56,6 +59,7 @@ class Situation:
     health: Health
     cost: JobCost
     costs: str
+    left_out: tuple[str, ...] = ()
 
     @property
     def healthy(self) -> Evaluation:
@@ -109,6 +113,7 @@ def to_json(situation: Situation, answers: Mapping[str, Answer]) -> dict[str, An
     return {
         "job": situation.title,
         "costs": situation.costs,
+        **({"left_out": list(situation.left_out)} if situation.left_out else {}),
         "live": len(situation.health.live),
         "dead": sorted(set(situation.plan.members) - set(situation.health.speed)),
         "slow": {str(worker): speed for worker, speed in situation.health.speed.items() if speed < 1},

@@ -18,7 +18,7 @@ from megatron_resihp.cost.memory import memory_of
 from megatron_resihp.plan import ParallelPlan, Replica
 from megatron_resihp.planner.evaluation import Evaluation, run_of
 from megatron_resihp.planner.health import Health
-from megatron_resihp.report.plan.answer import Answer, Situation
+from megatron_resihp.report.plan.answer import SHARING, Answer, Situation
 from megatron_resihp.report.words import NONE, count, duration, ranges, rate, size
 
 MAX_ROWS = 24
@@ -41,6 +41,8 @@ def render(situation: Situation, answers: Mapping[str, Answer], shown: Answer, c
     for answer in answers.values():
         if answer.plan is None and answer is not shown:
             console.print(Text(f"  {answer.strategy}: {answer.reason}"), soft_wrap=True)
+    if situation.left_out:
+        console.print(Text(f"  no plans of jobs {SHARING}: {', '.join(situation.left_out)}"), soft_wrap=True)
 
 
 def _state(situation: Situation) -> str:
