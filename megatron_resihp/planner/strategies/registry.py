@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from megatron_resihp.planner.running import AS_PLANNED, Running
 from megatron_resihp.planner.strategies.adaptis import adaptis
 from megatron_resihp.planner.strategies.adaptra import adaptra
 from megatron_resihp.planner.strategies.by_speed import by_speed
@@ -46,12 +47,14 @@ class Entry:
         summary: what it does, in one line for users.
         change: how a job gets to its plans.
         reacts_to: the changes of health for which it makes a new plan.
+        running: how its plans are run.
     """
 
     strategy: Strategy
     summary: str
     change: Change
     reacts_to: ReactsTo
+    running: Running = AS_PLANNED
 
 
 STRATEGIES: Final[Mapping[str, Entry]] = {

@@ -12,7 +12,8 @@ from megatron_resihp.plan import ParallelPlan, differences
 from megatron_resihp.planner import NoPlanError
 from megatron_resihp.planner.evaluation import Evaluation, evaluate
 from megatron_resihp.planner.health import Health
-from megatron_resihp.planner.moves import bytes_to_move, seconds_to_get_there
+from megatron_resihp.planner.moves import seconds_to_move
+from megatron_resihp.planner.running import AS_PLANNED, Running
 from megatron_resihp.planner.strategy import Strategy
 
 SHARING: Final = "whose replicas share experts or sequences"
@@ -30,6 +31,7 @@ class Answer:
         moving_s: how long the job pauses for that.
         reason: why there is no plan.
         all_well: the result of the strategy for the same workers with all of them well.
+        as_planned: whether the plan is run as it says.
     """
 
     strategy: str
@@ -40,6 +42,7 @@ class Answer:
     moving_s: float = 0.0
     reason: str = ""
     all_well: Evaluation | None = None
+    as_planned: bool = True
 
 
 @dataclass(frozen=True)
@@ -77,8 +80,10 @@ class Situation:
         return None if self.lost else evaluate(self.plan, self.health, self.cost)
 
 
-def ask(name: str, strategy: Strategy, situation: Situation, clock: Callable[[], float]) -> Answer:
-    """One strategy's plan, judged by simulation."""
+def ask(
+    name: str, strategy: Strategy, running: Running, situation: Situation, clock: Callable[[], float]
+) -> Answer:  # fmt: skip
+    """One strategy's plan, judged by simulation of how it is run."""
     begun = clock()
     try:
         plan = strategy(situation.plan, situation.health, situation.cost)
@@ -86,23 +91,25 @@ def ask(name: str, strategy: Strategy, situation: Situation, clock: Callable[[],
         return Answer(name, clock() - begun, reason=str(error))
     planning_s = clock() - begun
     before, cost = situation.plan, situation.cost
+    moved = running.bytes_to_move(before, plan, cost)
     return Answer(
         strategy=name,
         planning_s=planning_s,
         plan=plan,
-        evaluation=evaluate(plan, situation.health, cost),
-        moving_bytes=sum(bytes_to_move(before, plan, cost).values()),
-        moving_s=seconds_to_get_there(before, plan, cost),
-        all_well=_all_well(strategy, situation),
+        evaluation=running.evaluate(plan, situation.health, cost),
+        moving_bytes=sum(moved.values()),
+        moving_s=0.0 if before == plan else seconds_to_move(moved, cost),
+        all_well=_all_well(strategy, running, situation),
+        as_planned=running is AS_PLANNED,
     )
 
 
-def _all_well(strategy: Strategy, situation: Situation) -> Evaluation:
+def _all_well(strategy: Strategy, running: Running, situation: Situation) -> Evaluation:
     """The strategy's plan with all workers well. The plan in force may be poor, so its speed is a bad reference."""
     before, cost = situation.plan, situation.cost
     health = Health(dict.fromkeys(before.members, 1.0))
     try:
-        return evaluate(strategy(before, health, cost), health, cost)
+        return running.evaluate(strategy(before, health, cost), health, cost)
     except NoPlanError:
         return situation.healthy
 

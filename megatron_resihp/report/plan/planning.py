@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -72,7 +73,7 @@ def _situation(source: Source, namespace: argparse.Namespace) -> Situation:
     return Situation(source.title, source.plan, health, source.cost, source.costs, left_out)
 
 
-def _strategies(source: Source, namespace: argparse.Namespace) -> Mapping[str, Strategy]:
+def _strategies(source: Source, namespace: argparse.Namespace) -> Mapping[str, Entry]:
     of_sharers = {**FOR_SHARERS, **namespace.baselines()}
     possible = of_sharers if source.cost.shares else STRATEGIES
     chosen = namespace.strategy or _default(source)
@@ -85,8 +86,10 @@ def _strategies(source: Source, namespace: argparse.Namespace) -> Mapping[str, S
     asked = possible if namespace.compare else {chosen: possible[chosen]}
     if namespace.uneven and source.places is not None:
         raise BadInput("--uneven is of no use to a run: no job can run such plans; leave it out")
-    found = {name: _strategy(name, entry, source.places) for name, entry in asked.items()}
-    return {**found, "joint": partial(joint, settings=UNEVEN)} if namespace.uneven and "joint" in found else found
+    found = {name: replace(entry, strategy=_strategy(name, entry, source.places)) for name, entry in asked.items()}
+    if namespace.uneven and "joint" in found:
+        found["joint"] = replace(found["joint"], strategy=partial(joint, settings=UNEVEN))
+    return found
 
 
 def _default(source: Source) -> str:
@@ -115,13 +118,13 @@ def _by_places(strategy: Strategy, places: int) -> Strategy:
     return ask_by_places
 
 
-def _ask(strategies: Mapping[str, Strategy], situation: Situation) -> dict[str, Answer]:
+def _ask(strategies: Mapping[str, Entry], situation: Situation) -> dict[str, Answer]:
     answers = {}
     with progress_bar() as progress, planning_clock(progress) as clock:
         task = progress.add_task("planning", total=len(strategies))
-        for name, strategy in strategies.items():
+        for name, entry in strategies.items():
             progress.update(task, description=name)
-            answers[name] = ask(name, strategy, situation, clock)
+            answers[name] = ask(name, entry.strategy, entry.running, situation, clock)
             progress.advance(task)
     return answers
 

@@ -35,7 +35,8 @@ def render(situation: Situation, answers: Mapping[str, Answer], shown: Answer, c
     elif shown.plan == situation.plan:
         console.print(f"\n[bold]After, by {shown.strategy}: nothing to change[/bold]")
     else:
-        _plan(f"After, by {shown.strategy} ({_rate(shown.evaluation)})", shown.plan, situation, console)
+        title = f"After, by {shown.strategy} ({_rate(shown.evaluation)})"
+        _plan(title, shown.plan, situation, console, shown.as_planned)
     console.print()
     console.print(_answers(situation, answers.values(), shown))
     for answer in answers.values():
@@ -67,18 +68,22 @@ def _now(situation: Situation) -> str:
     return f"now {rate(unmitigated.samples_per_s)}" if unmitigated else "now stopped"
 
 
-def _plan(title: str, plan: ParallelPlan, situation: Situation, console: Console) -> None:
+def _plan(
+    title: str, plan: ParallelPlan, situation: Situation, console: Console, as_planned: bool = True
+) -> None:  # fmt: skip
     console.print()
     console.print(Text(title, style="bold"))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("replica", "micro-batches", "stage", "layers", "TP", "workers", "speed", "ms each", "memory"):
         table.add_column(name, justify="left" if name in ("replica", "workers") else "right")
-    rows = list(_rows(plan, situation.health, situation.cost))
+    rows = list(_rows(plan, situation.health, situation.cost, as_planned))
     for row in rows[:MAX_ROWS]:
         table.add_row(*row)
     console.print(table)
     if len(rows) > MAX_ROWS:
         console.print(f"  {len(rows) - MAX_ROWS} more stages; --json has them all")
+    if not as_planned:
+        console.print(" experts are placed otherwise than plans can say: no job can run this plan")
     if plan.uneven_shards:
         console.print(" members of a stage hold unequal shards: no job can run this plan yet")
     if plan.standbys:
@@ -88,7 +93,7 @@ def _plan(title: str, plan: ParallelPlan, situation: Situation, console: Console
         console.print(f"  run in another replica: {moved}")
 
 
-def _rows(plan: ParallelPlan, health: Health, cost: JobCost) -> Iterable[Sequence[str]]:
+def _rows(plan: ParallelPlan, health: Health, cost: JobCost, as_planned: bool) -> Iterable[Sequence[str]]:
     memory = memory_of(plan, cost.model, cost.training)
     for number, replica in enumerate(plan.replicas):
         each = _stage_times(plan, number, health, cost)
@@ -101,8 +106,8 @@ def _rows(plan: ParallelPlan, health: Health, cost: JobCost) -> Iterable[Sequenc
                 str(len(members)),
                 ranges(members),
                 f"{min((health.speed.get(worker, 0.0) for worker in members), default=0.0):g}",
-                f"{1000 * each[stage]:.1f}" if stage in each else NONE,
-                size(max((memory[worker].total for worker in members), default=0)),
+                f"{1000 * each[stage]:.1f}" if stage in each and as_planned else NONE,
+                size(max((memory[worker].total for worker in members), default=0)) if as_planned else NONE,
             )
 
 

@@ -14,6 +14,7 @@ from megatron_resihp.cost.layers import model_from_arguments
 from megatron_resihp.cost.memory import check_plan, memory_of
 from megatron_resihp.cost.presets import PRESETS
 from megatron_resihp.cost.training import Training
+from megatron_resihp.lab.baselines.lazarus import DISPATCHED
 from megatron_resihp.lab.strategies import FOR_SHARERS as BASELINES
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.planner import NoPlanError
@@ -26,7 +27,8 @@ from megatron_resihp.simulator.sizes import Sizes, a100, sharers_of_experts
 EXPERTS = model_from_arguments({**PRESETS["mixtral-8x7b"], "num_layers": 4})
 LONG = model_from_arguments({**PRESETS["llama3-405b"], "num_layers": 4})
 ALL = {**FOR_SHARERS, **BASELINES}
-BY_SPEED, UNIFORM, RECTANGLES = (ALL[name].strategy for name in ("by-speed", "uniform", "rectangles"))
+NAMES = ("by-speed", "uniform", "rectangles", "lazarus")
+BY_SPEED, UNIFORM, RECTANGLES, LAZARUS = (ALL[name].strategy for name in NAMES)
 
 
 def sizes(tensor: int, pipeline: int, data: int, context: int = 1, expert: int = 1, rounds: int = 4) -> Sizes:
@@ -57,7 +59,7 @@ def instances(draw: st.DrawFn) -> tuple[ParallelPlan, JobCost, Health]:
     return plan, cost, Health({worker: draw(speeds) for worker in plan.members if worker not in dead})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(instances(), st.sampled_from(sorted(ALL)))
 def test_plans_are_of_living_workers_within_memory_and_run_the_whole_batch(
     instance: tuple[ParallelPlan, JobCost, Health], name: str
@@ -71,12 +73,12 @@ def test_plans_are_of_living_workers_within_memory_and_run_the_whole_batch(
     assert set(found.members) == set(health.live)
     assert found.micro_batch_count == cost.micro_batches
     check_plan(found, cost.model, cost.training, cost.device.memory)
-    assert evaluate(found, health, cost).share_of_bound <= 1 + 1e-9
+    assert ALL[name].running.evaluate(found, health, cost).share_of_bound <= 1 + 1e-9
     again = ALL[name].strategy(plan, health, cost)
     assert again == found
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(instances())
 def test_by_speed_is_never_slower_than_what_running_jobs_do(instance: tuple[ParallelPlan, JobCost, Health]) -> None:
     plan, cost, health = instance
@@ -93,7 +95,7 @@ def test_by_speed_is_never_slower_than_what_running_jobs_do(instance: tuple[Para
     assert seconds(found) <= seconds(other) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", [name for name in ALL if name != "lazarus"])
 def test_with_all_well_nothing_changes(name: str) -> None:
     plan, cost = of(sizes(2, 2, 8, expert=4))
     cost = replace(cost, sharings=cost.sharings[:1])
@@ -169,3 +171,62 @@ class TestRectangles:
         assert len(again.replicas) == 8 and evaluate(again, well(plan), cost).iteration_s == pytest.approx(
             evaluate(plan, well(plan), cost).iteration_s
         )
+
+
+class TestLazarus:
+    def test_all_survivors_go_on_whatever_their_number(self) -> None:
+        plan, cost = of(sizes(1, 2, 8, expert=4))
+        found = LAZARUS(plan, well(plan, 5), cost)
+        assert len(found.replicas) == 7 and len(found.standbys) == 1
+
+    def test_who_has_room_for_all_experts_waits_for_nobody(self) -> None:
+        plan, cost = of(sizes(1, 2, 8, expert=4))
+        found, health = LAZARUS(plan, well(plan, 5), cost), well(plan, 5)
+        assert DISPATCHED.evaluate(found, health, cost).iteration_s == evaluate(found, health, cost).iteration_s
+        small, slow = room_for(2, plan, cost), well(plan, 5, w3=0.5)
+        tight = LAZARUS(plan, slow, small)
+        waits = (
+            DISPATCHED.evaluate(tight, slow, small).iteration_s / DISPATCHED.evaluate(tight, health, small).iteration_s
+        )
+        assert waits > 1.5
+
+    def test_experts_that_a_worker_lacks_are_charged(self) -> None:
+        plan, cost = of(sizes(1, 2, 8, expert=4))
+        small = room_for(2, plan, cost)
+        first = LAZARUS(plan, well(plan), small)
+        assert LAZARUS(first, well(plan), small) == first
+        assert not DISPATCHED.bytes_to_move(first, first, small)
+        after = LAZARUS(first, well(plan, 5), small)
+        moved = DISPATCHED.bytes_to_move(first, after, small)
+        one = 3 * 4096 * 14336 * (2 + 12 / 1)  # weights and optimizer of an expert
+        assert 0 < max(moved.values()) <= 2 * 2 * one
+        assert len(moved) < len(after.working), "some keep theirs"
+
+    def test_an_expert_that_lives_nowhere_is_missed(self) -> None:
+        plan, cost = of(sizes(1, 1, 8, expert=8))
+        DISPATCHED.require_state(plan, well(plan), cost)
+        with pytest.raises(NoPlanError, match="experts of stage 0 are not held by the survivors"):
+            DISPATCHED.require_state(plan, well(plan, 5), cost)
+        twice = LAZARUS(plan, well(plan), room_for(2, plan, cost))
+        DISPATCHED.require_state(twice, well(plan, 5), room_for(2, plan, cost))
+
+    def test_too_little_memory_is_told(self) -> None:
+        plan, cost = of(sizes(1, 1, 8, expert=8))
+        with pytest.raises(NoPlanError, match="memory is too small"):
+            LAZARUS(plan, well(plan, 5), room_for(1, plan, cost))
+
+    def test_it_plans_no_shared_sequences(self) -> None:
+        plan, cost = of(sizes(1, 2, 8, context=4))
+        with pytest.raises(NoPlanError, match="lazarus plans jobs that share experts, and no sequences"):
+            LAZARUS(plan, well(plan, 5), cost)
+
+
+def room_for(experts: int, plan: ParallelPlan, cost: JobCost) -> JobCost:
+    """The job on devices with memory for so many of its 8 experts, and all else, in each of the eight replicas."""
+    alone = replace(plan, expert_parallel=1)
+    of_layer = 3 * 4096 * 14336 * 8 * 6
+    layers = 4 // len(plan.replicas[0].stages)
+    used = max(use.total for use in memory_of(alone, cost.model, cost.training).values())
+    # The middle of the way to one more: fewer replicas have larger shares of the optimizer's state.
+    memory = used - int((8 - experts - 0.5) / 8 * of_layer * layers)
+    return replace(cost, device=replace(cost.device, memory=memory))
