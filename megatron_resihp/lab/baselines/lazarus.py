@@ -29,7 +29,7 @@ from megatron_resihp.planner.evaluation import Evaluation, GroupRun, evaluate
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.moves import prefix_bytes
 from megatron_resihp.planner.strategies.common import Group, all_well, evenly_shared, spelt_out
-from megatron_resihp.planner.strategies.rows import rows_of, teams_of
+from megatron_resihp.planner.strategies.rows import rows_of, speed_of_row, teams_of
 
 LEAST: Final = 2
 """Replicas of each expert, as far as there is room."""
@@ -45,7 +45,7 @@ def lazarus(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
     if not cost.model.experts or cost.sharings[0].context > 1:
         raise NoPlanError("lazarus plans jobs that share experts, and no sequences")
     plan, unaware = spelt_out(plan, cost), all_well(health)
-    rows = rows_of(teams_of(plan, unaware, cost), plan, 1, lambda row: True)
+    rows = rows_of(teams_of(plan, unaware, cost), plan, 1, lambda row: True, speed_of_row)
     stages = [[team.members for row in of_stage for team in row][: cost.micro_batches] for of_stage in rows.values()]
     if not stages[0]:
         raise NoPlanError(f"{len(health.live)} workers make no pipeline of {len(stages)} stages")

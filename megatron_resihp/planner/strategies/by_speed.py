@@ -5,13 +5,13 @@ Replicas that share wait for each other in every layer. So workers of like speed
 micro-batches by their speed. Imports the standard library, `plan`, `cost` and this package.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.room import check_change
 from megatron_resihp.plan import ParallelPlan, PlanError, Replica, deal, even_counts
 from megatron_resihp.plan.rules import Sharing
-from megatron_resihp.planner.evaluation import evaluate, run_of
+from megatron_resihp.planner.evaluation import evaluate, nearest, run_of
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.moves import seconds_to_get_there
 from megatron_resihp.planner.shares import fastest_shares
@@ -56,16 +56,29 @@ def by_speed(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
 
 def _layouts(plan: ParallelPlan, health: Health, cost: JobCost, sharing: Sharing) -> Iterator[ParallelPlan]:
     teams, seen = teams_of(plan, health, cost), set[tuple[tuple[Row, ...], ...]]()
+    seconds = _seconds_of_rows(max(plan.replicas[0].shape), cost, sharing)
     for kept in (lambda row: True, lambda row: len({team.speed for team in row}) == 1):
-        rows = rows_of(teams, plan, sharing.together, kept)
+        rows = rows_of(teams, plan, sharing.together, kept, seconds)
         blocks = tuple(zip(*rows.values(), strict=True))
-        slow = bool(blocks) and min(map(speed_of_row, blocks[-1])) < 1
+        slow = bool(blocks) and max(map(seconds, blocks[-1])) > min(map(seconds, blocks[0]))
         for found in (blocks, blocks[:-1])[: 1 + slow]:
             if found and found not in seen:
                 yield _plan(found, plan, health, cost, sharing)
             seen.add(found)
     if not any(seen):
         raise NoPlanError(f"{len(health.live)} workers form no {sharing.together} replicas that share")
+
+
+def _seconds_of_rows(degree: int, cost: JobCost, sharing: Sharing) -> Callable[[Row], float]:
+    """How long a row would take for all layers: it waits for its slowest member, and for tokens from other nodes."""
+    shared = cost.shared(sharing.context, sharing.experts)
+    computed = float(shared.seconds(degree).sum())
+
+    def seconds(row: Row) -> float:
+        near = nearest([team.members for team in row], cost.workers_per_node)
+        return computed / speed_of_row(row) + float(shared.exchange(degree, near).sum())
+
+    return seconds
 
 
 def _plan(

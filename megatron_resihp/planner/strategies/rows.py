@@ -63,8 +63,9 @@ def speed_of_row(row: Row) -> float:
 
 
 def rows_of(
-    teams: Iterable[Team], plan: ParallelPlan, together: int, kept: Callable[[Row], bool]
-) -> dict[int, list[Row]]:
+    teams: Iterable[Team], plan: ParallelPlan, together: int, kept: Callable[[Row], bool],
+    seconds: Callable[[Row], float],
+) -> dict[int, list[Row]]:  # fmt: skip
     """Rows of each stage, fastest first: those of the plan in force that are left whole, and new ones of the rest.
 
     Workers stay with their stage, as long as no stage has more rows than others. All stages get as many.
@@ -72,6 +73,7 @@ def rows_of(
     Args:
         together: how many replicas share.
         kept: whether a row of the plan may stay.
+        seconds: how long a row takes, in any unit.
     """
     stages = range(len(plan.replicas[0].stages))
     found: dict[int, list[Row]] = {stage: [] for stage in stages}
@@ -91,14 +93,14 @@ def rows_of(
         pool += left
     count = (together * sum(map(len, found.values())) + len(pool)) // (together * len(stages))
     for stage in stages:
-        found[stage].sort(key=speed_of_row, reverse=True)
+        found[stage].sort(key=seconds)
         pool += [team for row in found[stage][count:] for team in row]
         del found[stage][count:]
     spare, _ = _new_rows(pool, together)
-    spare.sort(key=speed_of_row)
+    spare.sort(key=seconds, reverse=True)
     for stage in stages:
         found[stage] += [spare.pop() for _ in range(count - len(found[stage]))]
-        found[stage].sort(key=speed_of_row, reverse=True)
+        found[stage].sort(key=seconds)
     return found
 
 

@@ -141,6 +141,15 @@ class TestBySpeed:
         found = BY_SPEED(plan, well(plan, w0=0.7, w5=0.7), cost)
         assert {replica.stages[0][0] for replica in found.replicas[:4]} in ({0, 1, 2, 3}, {4, 5, 6, 7})
 
+    def test_those_that_send_between_nodes_share_in_all_stages(self) -> None:
+        job = sizes(1, 2, 8, expert=2, rounds=8)
+        plan, cost = of(replace(job, device=a100(memory_gib=1000, gbps=50)))
+        cost = replace(cost, sharings=cost.sharings[:1])
+        found = BY_SPEED(plan, well(plan, 0, 4, 10, 14), cost)
+        pairs = [[{r.stages[stage][0] for r in found.replicas[first : first + 2]} for stage in (0, 1)]
+                 for first in range(0, len(found.replicas), 2)]  # fmt: skip
+        assert [{1, 5}, {11, 15}] in pairs
+
     def test_workers_stay_with_their_layers(self) -> None:
         plan, cost = of(sizes(1, 4, 8, expert=2))
         cost = replace(cost, sharings=cost.sharings[:1])
