@@ -150,6 +150,12 @@ class TestBySpeed:
                  for first in range(0, len(found.replicas), 2)]  # fmt: skip
         assert [{1, 5}, {11, 15}] in pairs
 
+    def test_where_some_are_to_spare_the_slow_ones_are(self) -> None:
+        plan, cost = of(sizes(1, 2, 8, expert=2, rounds=8))
+        cost = replace(cost, sharings=cost.sharings[:1])
+        found = BY_SPEED(plan, well(plan, 0, 4, w8=0.5), cost)
+        assert len(found.replicas) == 6 and 8 in found.standbys
+
     def test_workers_stay_with_their_layers(self) -> None:
         plan, cost = of(sizes(1, 4, 8, expert=2))
         cost = replace(cost, sharings=cost.sharings[:1])
