@@ -43,6 +43,7 @@ class Training:
         expert_parallel: number of workers that share routed experts.
         expert_loads: how many tokens each expert of a layer gets, in any unit; empty: all as many.
         expert_tensor_parallel: number of workers that share each expert; None means as many as share the other layers.
+        expert_groups: groups of a stage's members that have other experts each, in a plan (its `expert_members`).
         splits_backward: whether weight gradients can be delayed. Only Megatron's own ("local") linear layers can. In
             other layers, B does the whole backward and W does nothing.
         deferred: most micro-batches of which the head's activations stay until the pipeline has drained, where its
@@ -64,6 +65,7 @@ class Training:
     expert_parallel: int = 1
     expert_loads: tuple[float, ...] = ()
     expert_tensor_parallel: int | None = None
+    expert_groups: int = 1
     splits_backward: bool = True
     deferred: int | None = 0
 
@@ -92,7 +94,7 @@ class Training:
     @property
     def busiest_share(self) -> float:
         """Tokens of the worker whose experts get most of them, over the mean; each has as many experts in a row."""
-        loads, degree = self.expert_loads, self.expert_parallel
+        loads, degree = self.expert_loads, self.expert_parallel * self.expert_groups
         each = len(loads) // degree
         if not each:
             return 1.0

@@ -122,7 +122,7 @@ class GroupRun:
         """Of each op, as `stage_seconds`."""
         first, cost = self.replicas[0], self.cost
         seconds = stage_seconds(first, self.slowest, cost)
-        if len(self.replicas) > 1:
+        if len(self.replicas) > 1 or cost.training.expert_groups > 1:
             for number, chunk in enumerate(first.chunks):
                 members = [replica.stages[chunk.stage] for replica in self.replicas]
                 between = cost.exchange(len(members[0]), nearest(members, cost.workers_per_node))

@@ -10,11 +10,11 @@ other.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import product
 
-from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Replica, Shard, deal, even_counts
+from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, PlanError, Replica, Shard, deal, even_counts
 from megatron_resihp.plan.microbatches import grouped_counts
 from megatron_resihp.plan.replica import shards_at
 from megatron_resihp.plan.rules import Sharing
@@ -255,6 +255,39 @@ def plan_uniform(shape: JobShape, held: Mapping[int, Coordinate | None], previou
     # Where experts are shared, a standby would keep a share of them that no plan may ask for.
     standbys = {worker: None if sharing.experts > 1 else held[worker] for worker in free if worker not in moved}
     return _plan(_arrange(chosen, replicas, previous, shape), shape, standbys, sharing)
+
+
+def plan_with_room(
+    shape: JobShape, make: Callable[[JobShape], ParallelPlan], check: Callable[[ParallelPlan], None]
+) -> ParallelPlan:
+    """A plan in which as many replicas share as need the least time within memory. The job's own numbers are known to
+    fit, so that a plan of these isn't checked.
+
+    Args:
+        shape: sizes of the job.
+        make: a plan of a job of these sizes; raises NoPlanError if there is none.
+        check: raises PlanError if a plan doesn't fit into memory.
+
+    Raises:
+        NoPlanError: there is none, or none that fits.
+    """
+    own, too_large = shape.own_sharing, ""
+    while True:
+        try:
+            plan = make(shape)
+        except NoPlanError as error:
+            raise NoPlanError(f"{error}; {too_large}", error.missing) if too_large else error from None
+        tried = Sharing(plan.context_parallel, plan.expert_parallel)
+        if tried[:2] == own[:2]:
+            return plan
+        try:
+            check(plan)
+        except PlanError as error:
+            too_large = f"with {tried.together} of them {error}"
+            left = (each for each in shape.sharings if each.context > tried.context or each.experts > tried.experts)
+            shape = replace(shape, sharings=tuple(left))
+        else:
+            return plan
 
 
 def _preference(held: Collection[int], previous: ParallelPlan) -> Callable[[int], tuple[int, ...]]:

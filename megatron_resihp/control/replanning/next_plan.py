@@ -20,10 +20,10 @@ from megatron_resihp.control.replanning.modes import mode_of
 from megatron_resihp.events.event import Event
 from megatron_resihp.events.replanning import Planned
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, spelled_out
-from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.plan.slots import renamed, slot_of, workers_in_slots
 from megatron_resihp.plan.spelling import trimmed
 from megatron_resihp.planner import JobShape, NoPlanError
+from megatron_resihp.planner.uniform import plan_with_room
 from megatron_resihp.protocol.planning import KnownJob, NoPlan, PlanFound, PlannerAnswer
 
 WITHOUT_UNIFORM_S: Final = 30.0
@@ -85,23 +85,10 @@ def _of_most_sharers(survivors: Survivors) -> ParallelPlan:
 
 
 def _with_room(survivors: Survivors, known: KnownJob) -> ParallelPlan:
-    shape, too_large = survivors.shape, ""
-    while True:
-        try:
-            plan = _uniform(survivors, shape)
-        except NoPlanError as error:
-            raise NoPlanError(f"{error}; {too_large}", error.missing) if too_large else error from None
-        tried = Sharing(plan.context_parallel, plan.expert_parallel)
-        if tried[:2] == shape.own_sharing[:2]:
-            return plan
-        try:
-            check_memory(plan, survivors.previous, survivors.own, known)
-        except PlanError as error:
-            too_large = f"with {tried.together} of them {error}"
-            left = (each for each in shape.sharings if each.context > tried.context or each.experts > tried.experts)
-            shape = replace(shape, sharings=tuple(left))
-        else:
-            return plan
+    def check(plan: ParallelPlan) -> None:
+        check_memory(plan, survivors.previous, survivors.own, known)
+
+    return plan_with_room(survivors.shape, lambda shape: _uniform(survivors, shape), check)
 
 
 def _uniform(survivors: Survivors, shape: JobShape) -> ParallelPlan:
