@@ -63,7 +63,7 @@ def cost_of_job(
     if job.arguments is None:
         raise UnknownCost("the workers have not told the model's sizes")
     try:
-        model, training = model_from_arguments(job.arguments), training_from_arguments(job.arguments)
+        model, training = model_from_arguments(job.arguments), training_from_arguments(job.arguments).as_plans_say()
     except (ModelError, TrainingError) as error:
         raise UnknownCost(str(error)) from None
     if len(model.layers) != own[-1].end:
