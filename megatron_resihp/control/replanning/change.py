@@ -14,8 +14,8 @@ from megatron_resihp.control.replanning.inventory import lacking
 from megatron_resihp.control.replanning.modes import degrees_of, in_short
 from megatron_resihp.cost.layers import ModelError, model_from_arguments
 from megatron_resihp.cost.parts import ShardError
-from megatron_resihp.cost.training import TrainingError, training_from_arguments
-from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, Shard, differences, spelled_out
+from megatron_resihp.cost.training import TrainingError, training_of_job
+from megatron_resihp.plan import Chunk, OwnSplit, ParallelPlan, PlanError, Shard, differences, spelled_out
 from megatron_resihp.plan.spelling import trimmed
 from megatron_resihp.protocol.planning import KnownJob
 
@@ -141,7 +141,8 @@ def check_memory(after: ParallelPlan, before: ParallelPlan, own: tuple[Chunk, ..
     if job.arguments is None or not job.device_memory:
         return
     try:
-        model, training = model_from_arguments(job.arguments), training_from_arguments(job.arguments).as_plans_say()
+        split = OwnSplit(own, job.tensor_parallel)
+        model, training = model_from_arguments(job.arguments), training_of_job(job.arguments, split)
     except (ModelError, TrainingError):
         return
     # These take a while to import.
