@@ -122,9 +122,19 @@ class JobCost:
         """
         return self._per_square(degree)
 
-    def bytes(self, degree: int, copies: int = 1) -> LayerBytes:
-        """Memory of each layer on the member with the largest share; see `cost.memory.layer_bytes`. Read-only."""
-        return self._bytes(degree, copies)
+    def bytes(self, degree: int, copies: int = 1, plan: ParallelPlan | None = None) -> LayerBytes:
+        """Memory of each layer on the member with the largest share; see `cost.memory.layer_bytes`. Read-only.
+
+        Args:
+            degree, copies: as there.
+            plan: whose layers they are; None: of one that is to be found. That cuts layers otherwise than the job's own
+                arguments do, so its replicas have whole optimizer state where Megatron's own groups must share it.
+        """
+        if plan is None:
+            whole = self.training.shared_by is not None and not self.shares
+        else:
+            whole = not self.training.under(plan).distributed_optimizer
+        return self._bytes(degree, copies, whole)
 
     @property
     def typical_squares(self) -> float:
@@ -163,8 +173,12 @@ class JobCost:
         return cache(lambda degree: _as_run(self._seconds_apart(degree), self.training))
 
     @cached_property
-    def _bytes(self) -> Callable[[int, int], LayerBytes]:
-        return cache(lambda degree, copies: layer_bytes(self.model, self.training, degree, copies))
+    def _bytes(self) -> Callable[[int, int, bool], LayerBytes]:
+        return cache(self._bytes_apart)
+
+    def _bytes_apart(self, degree: int, copies: int, whole: bool) -> LayerBytes:
+        training = replace(self.training, distributed_optimizer=False) if whole else self.training
+        return layer_bytes(self.model, training, degree, copies)
 
     @cached_property
     def _shared(self) -> Callable[[int, int], "JobCost"]:

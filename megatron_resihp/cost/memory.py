@@ -97,7 +97,7 @@ def memory_of(plan: ParallelPlan, model: Model, training: Training, kept_until_w
         PlanError: the plan's layers differ from the model's, or members of a stage cannot share a layer.
     """
     replicas = [with_layers(replica, model) for replica in plan.replicas]
-    training = replace(training, context_parallel=plan.context_parallel)
+    training = replace(training.under(plan), context_parallel=plan.context_parallel)
     if plan.expert_parallel > 1:
         training = training.as_plans_say(plan.expert_parallel)
     accountant = _Accountant(model, training, replicas, kept_until_w)
@@ -123,13 +123,14 @@ def memory_of(plan: ParallelPlan, model: Model, training: Training, kept_until_w
 
 
 def state_in_both(one: ParallelPlan, other: ParallelPlan, model: Model, training: Training) -> dict[int, int]:
-    """Bytes of weights, gradients and optimizer of the shards that a worker has under both plans, if it has any.
+    """Bytes of weights, gradients and optimizer of the shards that a worker has under both plans, if it has any. A
+    distributed optimizer is shared under both of them, or under neither.
 
     Raises:
         PlanError: as of `memory_of`.
     """
     one, other = (replace(each, replicas=tuple(with_layers(r, model) for r in each.replicas)) for each in (one, other))
-    accountant = _Accountant(model, training, one.replicas, 1.0)
+    accountant = _Accountant(model, training.under(one), one.replicas, 1.0)
     both = {w: set(one.shards_of(w)) & set(other.shards_of(w)) for w in one.members if w in other.members}
     try:
         return {worker: accountant.of_state(sorted(shards)).state for worker, shards in both.items() if shards}

@@ -17,9 +17,9 @@ from megatron_resihp.cost.host_sums import HostSums
 from megatron_resihp.cost.job import UNTIL_NEXT_EVENT_S, Array, JobCost
 from megatron_resihp.cost.layers import LayerKind, Model, ModelError, model_from_arguments
 from megatron_resihp.cost.room import usable
-from megatron_resihp.cost.training import Training, TrainingError, training_from_arguments
+from megatron_resihp.cost.training import Training, TrainingError, training_of_job
 from megatron_resihp.pipeline.op import OpKind
-from megatron_resihp.plan import Chunk
+from megatron_resihp.plan import Chunk, OwnSplit
 from megatron_resihp.protocol.planning import KnownJob
 
 _FLOPS: Final = 312e12
@@ -63,7 +63,8 @@ def cost_of_job(
     if job.arguments is None:
         raise UnknownCost("the workers have not told the model's sizes")
     try:
-        model, training = model_from_arguments(job.arguments), training_from_arguments(job.arguments)
+        split = OwnSplit(tuple(own), job.tensor_parallel)
+        model, training = model_from_arguments(job.arguments), training_of_job(job.arguments, split)
     except (ModelError, TrainingError) as error:
         raise UnknownCost(str(error)) from None
     if len(model.layers) != own[-1].end:

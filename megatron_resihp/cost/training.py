@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training settings on which memory and work depend. Imports the standard library."""
+"""The training settings on which memory and work depend. Imports `plan`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from fractions import Fraction
 from typing import Any, Final
+
+from megatron_resihp.plan import OwnSplit, ParallelPlan
 
 MASTER_AND_MOMENTS: Final = 12
 """Bytes of optimizer state per parameter with 16-bit weights: fp32 weight and Adam's two moments."""
@@ -35,6 +37,7 @@ class Training:
         sequence_parallel: whether activations that all tensor-parallel members would hold are cut along the sequence.
         only_degree: the number of tensor-parallel members that each stage must have (`why_own_degree`); None: any.
         distributed_optimizer: whether the holders of a shard share its optimizer state.
+        shared_by: the plans under which they do: those that Megatron's own groups can run; None: all plans.
         optimizer_instances: how many groups of holders have all of it, where that leaves equal groups of two or more.
         weight_bytes, gradient_bytes, optimizer_bytes: per parameter.
         context_parallel: number of replicas that share each sequence.
@@ -56,6 +59,7 @@ class Training:
     sequence_parallel: bool = False
     only_degree: int | None = None
     distributed_optimizer: bool = False
+    shared_by: OwnSplit | None = None
     optimizer_instances: int = 1
     weight_bytes: int = 2
     gradient_bytes: int = 4
@@ -105,6 +109,16 @@ class Training:
         plans count sharers so."""
         return replace(self, expert_parallel=replicas, expert_tensor_parallel=None)
 
+    def under(self, plan: ParallelPlan) -> "Training":
+        """The settings under a plan: unless it is one that Megatron's own groups can run, each holder of a shard has
+        all of its optimizer state.
+
+        Raises:
+            PlanError: a replica without layers has other stages than the job's own.
+        """
+        whole = self.distributed_optimizer and self.shared_by is not None and not self.shared_by.runs(plan)
+        return replace(self, distributed_optimizer=False) if whole else self
+
     @property
     def squares(self) -> int:
         """Largest Σ l² of a micro-batch: each sample is one document."""
@@ -138,6 +152,15 @@ def training_from_arguments(arguments: Mapping[str, Any]) -> Training:
         splits_backward=arguments.get("transformer_impl") == "local",
         deferred=(arguments.get("wgrad_deferral_limit") or None) if deferring else 0,
     )
+
+
+def training_of_job(arguments: Mapping[str, Any], own: OwnSplit) -> Training:
+    """A running job's settings, as its plans count sharers and as its workers share a distributed optimizer.
+
+    Raises:
+        TrainingError: as of `training_from_arguments`.
+    """
+    return replace(training_from_arguments(arguments).as_plans_say(), shared_by=own)
 
 
 def distributes_optimizer(arguments: Mapping[str, Any]) -> bool:

@@ -62,13 +62,18 @@ def keep_places(before: ParallelPlan, after: ParallelPlan, health: Health, cost:
     idle = sorted(health.speed.keys() - set(workers))
     standbys: dict[int, Kept] = dict.fromkeys(idle)
     copies = max(sum(all(each.stages) for each in replicas), 1)
-    standbys |= {worker: held[worker] for worker in idle if held.get(worker) and _has_room(held[worker], copies, cost)}
+    has_room = {
+        shards: _has_room(shards, copies, after, cost)
+        for shards in dict.fromkeys(held.get(worker, ()) for worker in idle)
+        if shards
+    }
+    standbys |= {worker: held[worker] for worker in idle if has_room.get(held.get(worker, ()), False)}
     return replace(after, replicas=replicas, standbys=standbys)
 
 
-def _has_room(shards: Sequence[Shard], copies: int, cost: JobCost) -> bool:
+def _has_room(shards: Sequence[Shard], copies: int, after: ParallelPlan, cost: JobCost) -> bool:
     """Whether a standby can keep its shards; with fewer holders, shares of a distributed optimizer are larger."""
-    state = sum(cost.bytes(shard.tp_degree, copies).state[shard.first : shard.end].sum() for shard in shards)
+    state = sum(cost.bytes(shard.tp_degree, copies, after).state[shard.first : shard.end].sum() for shard in shards)
     return bool(state <= cost.device.memory - _ROUNDING)
 
 

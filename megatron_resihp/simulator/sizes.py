@@ -15,7 +15,7 @@ from megatron_resihp.cost.memory import check_plan
 from megatron_resihp.cost.parts import ShardError
 from megatron_resihp.cost.room import usable
 from megatron_resihp.cost.training import Training
-from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, Replica, deal, even_counts
+from megatron_resihp.plan import Chunk, OwnSplit, ParallelPlan, PlanError, Replica, deal, even_counts
 from megatron_resihp.plan.layers import chunks_from
 from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.planner.uniform import can_share_sequence, context_degrees, expert_degrees, sharings
@@ -101,7 +101,11 @@ class Sizes:
         sharings = self._sharings()
         return JobCost(
             model=self.model,
-            training=replace(self.training, expert_groups=self.groups),
+            training=replace(
+                self.training,
+                expert_groups=self.groups,
+                shared_by=OwnSplit(start_chunks(self.model, self.pipeline), self.tensor),
+            ),
             device=self.device,
             micro_batches=self.micro_batches,
             workers_per_node=self.workers_per_node,

@@ -14,8 +14,8 @@ from megatron_resihp.control.replanning.inventory import lacking
 from megatron_resihp.control.replanning.modes import degrees_of, in_short
 from megatron_resihp.cost.layers import Model, ModelError, model_from_arguments
 from megatron_resihp.cost.parts import ShardError
-from megatron_resihp.cost.training import Training, TrainingError, training_from_arguments
-from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, Shard, differences, spelled_out
+from megatron_resihp.cost.training import Training, TrainingError, training_of_job
+from megatron_resihp.plan import Chunk, OwnSplit, ParallelPlan, PlanError, Shard, differences, spelled_out
 from megatron_resihp.plan.spelling import trimmed
 from megatron_resihp.protocol.planning import KnownJob
 
@@ -126,12 +126,14 @@ def check_degrees(plan: ParallelPlan, job: KnownJob) -> None:
         raise PlanError(f"{error}; ask for stages of another number of members") from None
 
 
-def model_of(job: KnownJob) -> tuple[Model, Training] | None:
-    """What a worker's memory follows from, as plans say who shares experts; None: too little is known."""
+def model_of(job: KnownJob, own: tuple[Chunk, ...]) -> tuple[Model, Training] | None:
+    """What a worker's memory follows from, as plans say who shares experts; None: too little is known. `own`: the job's
+    own split into layers."""
     if job.arguments is None:
         return None
     try:
-        return model_from_arguments(job.arguments), training_from_arguments(job.arguments).as_plans_say()
+        split = OwnSplit(own, job.tensor_parallel)
+        return model_from_arguments(job.arguments), training_of_job(job.arguments, split)
     except (ModelError, TrainingError):
         return None
 
@@ -148,7 +150,7 @@ def check_memory(after: ParallelPlan, before: ParallelPlan, own: tuple[Chunk, ..
     Raises:
         PlanError: the plan, or old and new state together, exceed what may be used of a device's memory.
     """
-    known = model_of(job)
+    known = model_of(job, own)
     if known is None or not job.device_memory:
         return
     model, training = known

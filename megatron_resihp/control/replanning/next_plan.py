@@ -60,7 +60,7 @@ def uniform_plan(survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
     a plan the job ends. If nobody knows what would fit, as many share as can.
     """
     known = survivors.known
-    if known.device_memory and model_of(known) is None:
+    if known.device_memory and model_of(known, survivors.own) is None:
         return _of_most_sharers(survivors), []
     try:
         return _with_room(survivors, known), []

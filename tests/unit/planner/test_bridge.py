@@ -10,9 +10,9 @@ from planner_instances import first_plan, healthy, job
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.memory import memory_of
 from megatron_resihp.cost.room import check_change
-from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, Replica, Schedule, shortened, spelled_out
+from megatron_resihp.plan import Chunk, OwnSplit, ParallelPlan, PlanError, Replica, Schedule, shortened, spelled_out
 from megatron_resihp.plan.layers import chunks_from
-from megatron_resihp.planner import NoPlanError
+from megatron_resihp.planner import NoPlanError, bridge
 from megatron_resihp.planner.bridge import plainly_ordered, propose, strategy_named
 from megatron_resihp.planner.evaluation import evaluate
 from megatron_resihp.planner.moves import bytes_to_move
@@ -71,6 +71,27 @@ def test_an_interleaved_job_is_expected_to_wait_less() -> None:
     cost, plan = interleaved_job()
     plain, turns = (spelled_out(plan, chunks) for chunks in (chunks_from([5, 5], stages=2), IN_TURNS))
     assert evaluate(turns, healthy(plan), cost).iteration_s < evaluate(plain, healthy(plan), cost).iteration_s
+
+
+def test_no_recovery_puts_a_distributed_optimizer_together_where_the_host_lacks_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The job goes on in whole replicas of its own layout, whose parts stay parts."""
+    cost = job(layers=8, micro_batches=4)
+    before = first_plan(cost, tensor=1, replicas=2, pipeline=2)
+    own = before.replicas[0].chunks
+    cost = replace(cost, training=replace(cost.training, distributed_optimizer=True, shared_by=OwnSplit(own, 1)))
+    others = (Chunk(0, 0, 3), Chunk(1, 3, cost.layers))
+    after = ParallelPlan((replace(before.replicas[0], chunks=others, micro_batches=(0, 1, 2, 3)),))
+    monkeypatch.setattr(bridge, "strategy_named", lambda name: lambda plan, health, cost: after)
+
+    def asked(host: int) -> ParallelPlan:
+        known = replace(cost, device=replace(cost.device, host=host))
+        return propose("any", before, own, healthy(before, dead=(1,)), known, lambda: 0.0).plan
+
+    assert asked(0) == asked(1 << 40) == after, "0: nothing is known of the host"
+    with pytest.raises(NoPlanError, match="host memory on worker"):
+        asked(1 << 20)
 
 
 class TestRoomOnTheWay:
