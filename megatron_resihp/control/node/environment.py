@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import pwd
+import socket
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,7 +96,8 @@ cluster."""
 
 def way_to_store(environment: Mapping[str, str] = os.environ) -> ByAgent:
     """This worker's."""
-    return ByAgent(at_hatch(int(environment[STORE_FD])), LED_ON in environment)
+    hatch = socket.socket(fileno=os.dup(int(environment[STORE_FD])))
+    return ByAgent(at_hatch(hatch), LED_ON in environment)
 
 
 def warnings_of(inherited: Mapping[str, str] = os.environ, system: Path = SYSTEMS_CONF) -> list[str]:

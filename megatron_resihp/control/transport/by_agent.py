@@ -100,16 +100,12 @@ class ByAgent:
         raise OSError(errno.ECONNREFUSED if kind == Kind.REFUSED else errno.EHOSTUNREACH, why)
 
 
-def at_hatch(number: int) -> Callable[[socket.socket], None]:
-    """What hands a connection over at the hatch with this file descriptor."""
+def at_hatch(hatch: socket.socket) -> Callable[[socket.socket], None]:
+    """What hands a connection over there, in any thread."""
 
     def hand_over(given: socket.socket) -> None:
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, NUMBER.pack(given.fileno()))
-        hatch = socket.socket(fileno=number)
-        try:
-            hatch.sendmsg([HANDED_OVER], [rights], socket.MSG_DONTWAIT)
-        finally:
-            hatch.detach()
+        hatch.sendmsg([HANDED_OVER], [rights], socket.MSG_DONTWAIT)
 
     return hand_over
 

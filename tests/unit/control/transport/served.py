@@ -59,7 +59,7 @@ class Node:
         if worker not in self.hatches:
             kept, self.hatches[worker] = socket.socketpair(type=socket.SOCK_SEQPACKET)
             self.relay.add(worker, kept)
-        return ByAgent(at_hatch(self.hatches[worker].fileno()), self._is_led_on)
+        return ByAgent(at_hatch(self.hatches[worker]), self._is_led_on)
 
     def connect(self, worker: int = 0) -> StoreClient:
         return StoreClient(open_connection(self.way(worker), CONNECT_S))

@@ -8,16 +8,14 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from go_between import GoBetween
 from served import Served, relaying, serving
 
 from megatron_resihp.control import keys
-from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.lasting import LastingStore
-from megatron_resihp.control.transport.secret import Secret
 from megatron_resihp.control.transport.store import SILENT_S, StoreError
 from megatron_resihp.control.transport.store_client import StoreClient, connect
 from megatron_resihp.control.worker.client import WorkerControl
@@ -26,49 +24,6 @@ from megatron_resihp.protocol.notices import NOTICES, EpochIsBroken
 
 SHORT_S = 0.05
 HEARD_S = 30.0
-
-
-class GoBetween:
-    """Passes on what comes to its port, until it cuts all connections; it takes new ones."""
-
-    def __init__(self, target: Address, secret: Secret) -> None:
-        self._target = target
-        self.secret = secret
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = Address("127.0.0.1", self._listener.getsockname()[1])
-        self._ends: list[socket.socket] = []
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def cut(self) -> None:
-        ends, self._ends = self._ends, []
-        for end in ends:
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self.cut()
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                one, _ = self._listener.accept()
-            except OSError:
-                return
-            other = socket.create_connection(self._target)
-            self._ends += [one, other]
-            for source, sink in ((one, other), (other, one)):
-                threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
-
-    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
-        try:
-            while data := source.recv(65536):
-                sink.sendall(data)
-            sink.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
 
 
 @pytest.fixture
