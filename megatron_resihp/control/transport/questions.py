@@ -65,6 +65,8 @@ class Questions:
         self._shared: dict[tuple[Op, bytes], int] = {}
         self._idle: dict[int, float] = {}
         """Shared waits that nobody waits for, and since when."""
+        self._reach = -1
+        """Under which number it was last asked whether the store can be reached."""
         self._prompt: dict[int, float] = {}
         """What the store answers at once, and since when it is open."""
         self._until: dict[Hashable, float] = {}
@@ -87,8 +89,13 @@ class Questions:
             raise MalformedRequestError("a question before the last one was answered")
         if request.op in SHARED and request.within_s > 0.0:
             return self._share(asker, request, now)
+        if request.op is Op.REACH and self._reach in self._open:
+            self._add(asker, self._reach, self._open[self._reach])
+            return []
         number = next(self._numbers)
         self._add(asker, number, _Open(request))
+        if request.op is Op.REACH:
+            self._reach = number
         if request.op is not Op.TAKE or request.within_s <= 0.0:
             self._prompt[number] = now
         return [relayed(number, request)]

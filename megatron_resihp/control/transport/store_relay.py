@@ -29,7 +29,6 @@ from megatron_resihp.control.transport.by_agent import (
 from megatron_resihp.control.transport.frames import Frames, framed
 from megatron_resihp.control.transport.line import Line
 from megatron_resihp.control.transport.senders import speaks_for
-from megatron_resihp.control.transport.store import StoreError
 from megatron_resihp.control.transport.store_client import ATTEMPT_S, Direct, patience_s
 from megatron_resihp.control.transport.store_wire import (
     MalformedRequestError,
@@ -91,7 +90,7 @@ class _Attempt:
             self.address = self._way.address()
             if self.address != self._there:
                 self.line = Line(self.address, *self._way.open(self.address, self._within_s))
-        except (OSError, StoreError) as error:
+        except Exception as error:
             self.error = error
         if self._given_up:
             self.give_up()
@@ -188,7 +187,9 @@ class StoreRelay:
             self._wakened.close()
 
     def _turn(self) -> None:
-        ready = self._selector.select(self._patience_s())
+        ready = self._selector.select(self._until_next_s())
+        if any(key.data is None for key, _ in ready):
+            self._wakened.recv(READ_BYTES)  # before its reasons are looked at: later ones wake it again
         # First: whoever is cut off is not heard any more.
         while not self._orders.empty():
             self._orders.get()()
@@ -196,16 +197,14 @@ class StoreRelay:
             self._look(key.data, events)
         self._expire(time.monotonic())
 
-    def _patience_s(self) -> float:
+    def _until_next_s(self) -> float:
         until = [local.reach_by for local in self._locals if local.reach_by is not None]
         if self._line is not None and (deadline := self._line.next_deadline) is not None:
             until.append(deadline)
         return min(LOOK_S, *(max(each - time.monotonic(), 0.0) for each in until)) if until else LOOK_S
 
     def _look(self, source: object, events: int) -> None:
-        if source is None:
-            self._wakened.recv(READ_BYTES)
-        elif isinstance(source, _Local) and source in self._locals:
+        if isinstance(source, _Local) and source in self._locals:
             self._serve(source)
         elif isinstance(source, Line) and source is self._line:
             self._hear(source, events)

@@ -309,6 +309,16 @@ def test_one_asks_one_question_at_a_time(line: Line) -> None:
         ask(line, "one", SET)
 
 
+def test_whether_a_store_that_says_nothing_is_there_is_asked_once(line: Line) -> None:
+    """However many look for it, and give up."""
+    for number in range(5):
+        ask(line, f"{number}", Request(Op.REACH))
+    line.there += line.questions.forget("0", 1.0)
+    assert [asker for asker, _ in line.carry(2.0)] == ["1", "2", "3", "4"] and len(line.crossed) == 1
+    ask(line, "0", Request(Op.REACH))
+    assert line.carry(3.0) == [("0", YES)] and len(line.crossed) == 2
+
+
 def test_waits_end_together(line: Line) -> None:
     """Or a node of many would ask again and again whether the store is there."""
     for number in range(5):
