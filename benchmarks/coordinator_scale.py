@@ -3,9 +3,9 @@
 """How long a death takes node 0 in a job of 10,000 workers: its store, its coordinator and their log of decisions.
 
 They run in this process as in a job's. The workers are synthetic. A second process speaks for all of them, by one
-connection for each node of 8 (TP 8, PP 10). It starts the job, tells of a death, sends the survivors' reports as soon
-as it has read that the epoch is broken, and says that the members are ready. In a real job each worker has connections
-of its own; those, what workers read, and the detector's share of node 0 are not in here.
+connection for each node of 8 (TP 8, PP 10), as agents do, but one message after the other. It starts the job, tells of
+a death, sends the survivors' reports as soon as it has read that the epoch is broken, and says that the members are
+ready. What workers read, and the detector's share of node 0, are not in here.
 
 `new_plan_s` is from the word of the death to the published plan, `go_s` from the first member that is ready to *go*,
 by the clock, with both processes on the same cores. `new_plan_cpu_s` and `go_cpu_s` are the CPU seconds of node 0's

@@ -28,11 +28,9 @@ from megatron_resihp.control.commands.interface import GLOO
 from megatron_resihp.control.node import environment
 from megatron_resihp.control.node.absences import Seen
 from megatron_resihp.control.node.environment import ABSENCES_FD, SLOTS
-from megatron_resihp.control.transport.address import parse_address
 from megatron_resihp.control.transport.lasting import LastingStore
-from megatron_resihp.control.transport.secret import own_secret
 from megatron_resihp.control.transport.shipping import Outbox
-from megatron_resihp.control.transport.store_client import connect, open_connection
+from megatron_resihp.control.transport.store_client import StoreClient, open_connection
 from megatron_resihp.control.worker.client import WorkerControl
 from megatron_resihp.control.worker.heard import NO_EPOCH
 from megatron_resihp.control.worker.identity import Identity, check_in, identity_of_job
@@ -88,8 +86,7 @@ def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Ca
     Raises:
         UnlikeError: it was started otherwise than the job.
     """
-    at, leaders = parse_address(os.environ["RESIHP_STORE"]), environment.leaders()
-    store = LastingStore(connect(at, own_secret(), CONNECT_TIMEOUT_S, leaders))
+    store = LastingStore(StoreClient(open_connection(environment.way_to_store(), CONNECT_TIMEOUT_S)))
     worker = int(os.environ["RESIHP_WORKER"])
     joining = is_joining()
     for name, value in check_in(store, identify(), joining).items():
@@ -103,11 +100,11 @@ def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Ca
 
     door = Door(own_address(store.address.host, os.environ.get(GLOO))).address
     control = WorkerControl(store, worker, abort, NO_EPOCH if joining else 0, door)
-    if leaders is not None:
+    if store.way.is_led_on:
         control.channel.stand(identity_of_job(store))
 
     def open_store() -> dist.Store:
-        return ControlStore(open_connection(store.address, store.secret, REOPEN_S, leaders))
+        return ControlStore(open_connection(store.way, REOPEN_S))
 
     communicators.append(Communicators(open_store(), worker, control.heard.broken, reopen=open_store))
     ReachWatch(communicators[0].waiter.longest_s, control, lambda: one_of_each_node(control.members, worker)).begin()
