@@ -46,6 +46,7 @@ class JobCost:
         until_next_event_s: expected seconds until the next change of health, within which a change of plan must pay for
             itself.
         unlike_bandwidth: bytes/s at most between stages of unlike degree, whose plans Megatron's own groups can't run.
+        state_bandwidth: bytes/s at most at which a worker gets state of others while the job changes to another plan.
         host_sums: how such plans sum gradients, where that takes time of its own; None: nowhere.
         beside: bytes that must stay free beside a plan's state on each device while nothing runs: those of the old
             state, which stays until the plan is in force.
@@ -64,6 +65,7 @@ class JobCost:
     rebuild_s: float = 2.0
     until_next_event_s: float = float("inf")
     unlike_bandwidth: float = float("inf")
+    state_bandwidth: float = float("inf")
     host_sums: HostSums | None = None
     beside: int = 0
     sharings: tuple[Sharing, ...] = (Sharing(),)

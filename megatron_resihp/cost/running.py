@@ -84,6 +84,7 @@ def cost_of_job(
         workers_per_node=workers_per_node, alone=alone, measured=measured,
         until_next_event_s=UNTIL_NEXT_EVENT_S,
         unlike_bandwidth=_HOST_BANDWIDTH if through_host else float("inf"),
+        state_bandwidth=float("inf") if job.emulated else _HOST_BANDWIDTH,  # whatever carries results
         host_sums=HostSums(tuple(own), _HOST_SUMS_BANDWIDTH) if through_host else None,
     )  # fmt: skip
 

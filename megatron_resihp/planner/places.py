@@ -20,7 +20,7 @@ from scipy.optimize import linear_sum_assignment
 from megatron_resihp.cost.job import Array, JobCost
 from megatron_resihp.plan import Kept, ParallelPlan, Shard
 from megatron_resihp.planner.health import Health
-from megatron_resihp.planner.moves import Index, lacking_bytes, prefix_bytes, shards_held
+from megatron_resihp.planner.moves import Index, lacking_bytes, prefix_bytes, shards_held, sharers_under
 
 _MOST: Final = 320
 """Most groups or nodes for an assignment of least cost; above it, groups go by their middle layer and nodes stay."""
@@ -160,7 +160,7 @@ def _situation(
         nodes=list(nodes.values()),
         kinds=kinds,
         place_kinds=place_kinds,
-        lacking=_lacking(kinds, place_kinds, prefix_bytes(cost, len(after.replicas))),
+        lacking=_lacking(kinds, place_kinds, prefix_bytes(cost, sharers_under(after, cost))),
     )
     return situation, [number[worker] for members in stages for worker in members]
 

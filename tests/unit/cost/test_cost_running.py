@@ -188,6 +188,15 @@ def test_what_crosses_between_unlike_stages_takes_as_long_as_its_carrier(told: d
     assert (cost.transfer(1, 2) > cost.transfer(2, 2)) is slower
 
 
+@pytest.mark.parametrize(
+    ("told", "most"),
+    [({"carrier": "host"}, 2e9), ({"carrier": "device"}, 2e9), ({"emulated": "h800"}, float("inf"))],
+    ids=["host", "device", "emulated"],
+)
+def test_state_goes_through_host_memory_whatever_carries_results(told: dict[str, Any], most: float) -> None:
+    assert cost_of_job(replace(JOB, **told), 4, 4, OWN, None).state_bandwidth == most
+
+
 def replicas(*degrees: int, layers: tuple[Chunk, ...]) -> ParallelPlan:
     """Replicas of two stages of these degrees, with workers in order."""
     workers = iter(range(2 * sum(degrees)))
