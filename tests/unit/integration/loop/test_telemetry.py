@@ -15,7 +15,7 @@ from megatron_resihp.integration.loop.telemetry import report_iteration
 
 def test_a_clock_that_is_set_makes_no_iteration_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
-    outcome = SimpleNamespace(epoch=0, means={}, grad_norm=1.0, skipped=False)
+    outcome = SimpleNamespace(epoch=0, means={}, grad_norm=1.0, skipped=False, stop=False)
     runtime: Any = SimpleNamespace(
         progress=SimpleNamespace(iteration=7, outcomes={7: outcome}, counters={7: {"settings": {"scale": {}}}}),
         view=SimpleNamespace(reports=True), control=SimpleNamespace(event=told.append),
