@@ -146,7 +146,7 @@ class _Heterogeneous(PlanMode):
             written = spelled_out(plan, own)
             check_plan(written, job.sequence_parallel, tokens)
             if job.carrier == DEVICE:
-                check_order_of_plan(written, job.sequence_parallel, tokens, own[-1].end - 1 if job.tied else None)
+                check_order_of_plan(written, job.sequence_parallel, tokens)
         except RouteError as error:
             raise PlanError(f"the plan's ops don't fit together: {error}") from None
 
