@@ -23,6 +23,7 @@ import selectors
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -103,7 +104,7 @@ def measure(nodes: int, seconds: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _watch(watcher: NodeWatcher, until: Any) -> int:
+def _watch(watcher: NodeWatcher, until: Callable[[], bool]) -> int:
     """Look as an agent's loop does; how many nodes were lost."""
     lost = 0
     with selectors.DefaultSelector() as selector:

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Submits a job for one node, by join.sbatch beside it, for each node that a job lacks: those that it has lost, and those that it
-# may have besides (RESIHP_MAX_NODES). A batch script starts it beside srun, as job.sbatch does where RESIHP_REPLACE_WATCH is
-# its path:
+# Submits a job for one node, by join.sbatch beside it, for each node that a job lacks: those that were lost or have left, and
+# those that it may have besides (RESIHP_MAX_NODES). A batch script starts it beside srun, as job.sbatch does where
+# RESIHP_REPLACE_WATCH is its path:
 #   replace_watch.sh RUN_DIR &
 # RESIHP_REPLACE has further options of sbatch. RESIHP_REPLACE_LOOK_S is how often it looks (default 15). What waits in the queue
 # when the job ends is cancelled. Nothing takes node 0's place.

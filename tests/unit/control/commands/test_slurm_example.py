@@ -251,6 +251,12 @@ class TestChain:
         )
         assert (done.returncode, done.stdout) == (code, told)
 
+    def test_nothing_follows_a_refusal_of_the_launcher(self, tmp_path: Path) -> None:
+        """It writes no result itself."""
+        run(tmp_path, SRUN_CODE=str(exit_codes.REFUSED), RESIHP_CHAIN="large")
+        done = run(tmp_path, JOB_CODE="0", RESIHP_CHAIN="large")
+        assert done.returncode == exit_codes.REFUSED and "launch" not in done.stdout
+
     @pytest.mark.parametrize("code", [exit_codes.RETRY, 138, 143])
     def test_the_next_one_continues_from_what_was_saved_last(self, tmp_path: Path, code: int) -> None:
         run(tmp_path, JOB_CODE=str(code), RESIHP_CHAIN="large")
@@ -268,6 +274,15 @@ class TestChain:
             tmp_path, LAUNCH=f"exit {exit_codes.RETRY}", NODE0_GONE="1", NODE0_STATE="down*", RESIHP_CHAIN="large"
         )
         assert "scancel 7" in done.stdout.splitlines() and "scontrol requeue" not in done.stdout
+
+
+def test_places_of_nodes_that_an_earlier_run_lacked_are_forgotten(tmp_path: Path) -> None:
+    """Before anything looks for such places."""
+    place = tmp_path / "resihp-runs" / "slurm-7" / "returning" / "node_1.json"
+    place.parent.mkdir(parents=True)
+    place.write_text("[8]")
+    done = run(tmp_path, JOB_CODE="0", SLURM_RESTART_COUNT="1", LAUNCH=f"[[ ! -e {place} ]] || echo there")
+    assert done.returncode == 0 and "there" not in done.stdout.splitlines()
 
 
 def test_every_command_runs_in_the_container(tmp_path: Path) -> None:
