@@ -3,9 +3,9 @@
 """How long a death takes node 0 in a job of 10,000 workers: its store, its coordinator and their log of decisions.
 
 They run in this process as in a job's. The workers are synthetic. A second process speaks for all of them, by one
-connection for each node of 8 (TP 8, PP 10). It starts the job, tells of a death, sends the survivors' reports as soon
-as it has read that the epoch is broken, and says that the members are ready. In a real job each worker has connections
-of its own; those, what workers read, and the detector's share of node 0 are not in here.
+connection for each node of 8 (TP 8, PP 10), as agents do, but one message after the other. It starts the job, tells of
+a death, sends the survivors' reports as soon as it has read that the epoch is broken, and says that the members are
+ready. What workers read, and the detector's share of node 0, are not in here.
 
 `new_plan_s` is from the word of the death to the published plan, `go_s` from the first member that is ready to *go*,
 by the clock, with both processes on the same cores. `new_plan_cpu_s` and `go_cpu_s` are the CPU seconds of node 0's
@@ -77,7 +77,7 @@ COUNTERS: Final[dict[str, Any]] = {
         "groups": {"betas": [0.9, 0.999], "eps": 1e-08}, "scale": {},
     },
     "flops": 1308622848.0, "totals": {"advanced iterations": 0, "skipped iterations": 0, "nan iterations": 0},
-    "predicted": {}, "interval_s": 0.0691823959350586, "started": 1795759941.7063177,
+    "predicted": {},
 }  # fmt: skip
 """As a worker reports them."""
 
@@ -180,11 +180,18 @@ class Job:
         """All were computing iteration 6."""
         outcome = Outcome(0, 1.0, ((12.0, 4096.0),), ("lm loss",))
         counters = {5: COUNTERS, 6: COUNTERS}
-        record = Record(6, IterationPhase.COMPUTE, True, {5: outcome}, counters, 0, ("lm loss",))
         for worker in plan.members:
             coordinate = plan.coordinate_of(worker)
             if worker != VICTIM and coordinate is not None:
+                record = Record(
+                    6, IterationPhase.COMPUTE, True, {5: outcome}, counters, 0, ("lm loss",), _times(worker)
+                )  # fmt: skip
                 yield SurvivorReport(worker, 0, record, shards_at(self._own, coordinate, TENSOR_PARALLEL))
+
+
+def _times(worker: int) -> dict[int, dict[str, float]]:
+    """By the worker's own clock."""
+    return {n: {"interval_s": 0.06918239 + worker / 1e7, "started": 1795759941.7063 + worker / 1e4} for n in (5, 6)}
 
 
 def play(replicas: int, address: Address, secret: Secret, told: Any) -> None:

@@ -10,10 +10,10 @@ import argparse
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import megatron_resihp
 from megatron_resihp.control.commands import (
@@ -29,6 +29,9 @@ from megatron_resihp.control.commands import (
 )
 from megatron_resihp.extras import missing
 from megatron_resihp.report.live.run_report import RunReport
+
+if TYPE_CHECKING:
+    from megatron_resihp.planner.strategies.registry import Entry
 
 NEED_TORCH: Final = frozenset({"launch", "check", "health", "inject", "apply", "drain", "stop"})
 """Commands that need the extra `train`. Scripts may bring their own Megatron."""
@@ -101,7 +104,8 @@ def command_parser() -> argparse.ArgumentParser:
     _add(commands, "detect", detect_command, "say which workers were slow, from a run's records or a table of times")
     _add(commands, "plan", plan_command, "find the best plan for a job with dead or slow workers")
     _add(commands, "simulate", simulate_command, "compare strategies under failures on a simulated cluster")
-    commands.choices["simulate"].set_defaults(published=_published_experiments)
+    commands.choices["simulate"].set_defaults(published=_published_experiments, baselines=_baselines)
+    commands.choices["plan"].set_defaults(baselines=_baselines)
     script = commands.add_parser("script", help="say where a script of this package is")
     script.add_argument("name", choices=SCRIPTS, help="such as in: resihp launch $(resihp script pretrain_gpt.py)")
     script.set_defaults(run=_say_where_script_is)
@@ -112,6 +116,12 @@ def _published_experiments() -> ModuleType:
     from megatron_resihp.lab import scenarios
 
     return scenarios
+
+
+def _baselines() -> Mapping[str, Entry]:
+    from megatron_resihp.lab.strategies import FOR_SHARERS
+
+    return FOR_SHARERS
 
 
 def _say_where_script_is(namespace: argparse.Namespace) -> int:

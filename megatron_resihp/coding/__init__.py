@@ -5,13 +5,13 @@ JSON has a row for a tuple or a NamedTuple, an object for a dataclass or a mappi
 type may have a form of its own (`forms`). May import the standard library.
 """
 
-from megatron_resihp.coding.decoding import EXACT, FILE, Tolerance, decode, version_said
+from megatron_resihp.coding.decoding import EXACT, FILE, Tolerance, decode, repeated_fields, version_said
 from megatron_resihp.coding.encoding import encode
 from megatron_resihp.coding.errors import MissingFieldError, WrongValueError, shown
 from megatron_resihp.coding.forms import Form, omitted_if, set_form
-from megatron_resihp.coding.rules import Between, Holds, Matches, Rule
+from megatron_resihp.coding.rules import Between, Holds, Matches, Repeated, Rule
 
 __all__ = [
-    "EXACT", "FILE", "Between", "Form", "Holds", "Matches", "MissingFieldError", "Rule", "Tolerance", "WrongValueError",
-    "decode", "encode", "omitted_if", "set_form", "shown", "version_said",
+    "EXACT", "FILE", "Between", "Form", "Holds", "Matches", "MissingFieldError", "Repeated", "Rule", "Tolerance",
+    "WrongValueError", "decode", "encode", "omitted_if", "repeated_fields", "set_form", "shown", "version_said",
 ]  # fmt: skip

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Final, NamedTuple, Union, get_args, get_origi
 
 from megatron_resihp.coding.errors import MissingFieldError, WrongValueError, is_not
 from megatron_resihp.coding.forms import Form, form_of, may_be_omitted
-from megatron_resihp.coding.rules import Between, Holds, Matches, Rule
+from megatron_resihp.coding.rules import Between, Holds, Matches, Repeated, Rule
 
 MOST_CHARACTERS: Final = 1_000_000
 """The longest text that is read."""
@@ -34,10 +34,13 @@ class Tolerance(NamedTuple):
     Attributes:
         unknown: fields that it does not have are left out.
         missing: fields that have a default may not be there.
+        known: instances by words. Such a word may stand in the place of a value that is marked `Repeated`, once: it is
+            taken out of here then.
     """
 
     unknown: bool = False
     missing: bool = False
+    known: dict[str, Any] | None = None
 
 
 EXACT: Final = Tolerance()
@@ -120,6 +123,18 @@ def _decode_int(value: Any, tolerance: Tolerance) -> int:
     return value
 
 
+def _decode_int_between(low: float, high: float, rule: Rule) -> Decode:
+    """In one function, as most numbers of messages are of this kind."""
+
+    def decode_int_between(value: Any, tolerance: Tolerance) -> int:
+        decoded = _decode_int(value, tolerance)
+        if not low <= decoded <= high:
+            raise is_not(value, rule)
+        return decoded
+
+    return decode_int_between
+
+
 def _decode_float(value: Any, tolerance: Tolerance) -> float:
     if type(value) is float:
         return value
@@ -151,9 +166,21 @@ def _decode_annotated(kind: Any, *marks: Any) -> Decode:
     forms = [mark for mark in marks if isinstance(mark, Form)]
     decoder = _decode_form(forms[0]) if forms else _decoder(kind)
     for mark in marks:
-        if not isinstance(mark, Form):
+        if isinstance(mark, Repeated):
+            decoder = _decode_repeated(decoder)
+        elif not isinstance(mark, Form):
             decoder = _with_rule(decoder, mark)
     return decoder
+
+
+def _decode_repeated(decoder: Decode) -> Decode:
+    def decode_repeated(value: Any, tolerance: Tolerance) -> Any:
+        known = tolerance.known
+        if known is not None and type(value) is str and value in known:
+            return known.pop(value)
+        return decoder(value, tolerance)
+
+    return decode_repeated
 
 
 def _decode_form(form: Form) -> Decode:
@@ -161,10 +188,12 @@ def _decode_form(form: Form) -> Decode:
 
 
 def _decode_enum(kind: type[Enum]) -> Decode:
+    members = dict(kind.__members__)
+
     def decode_enum(value: Any, tolerance: Tolerance) -> Enum:
-        if type(value) is not str or value not in kind.__members__:
-            raise is_not(value, f"one of {', '.join(kind.__members__)}")
-        return kind[value]
+        if type(value) is not str or value not in members:
+            raise is_not(value, f"one of {', '.join(members)}")
+        return members[value]
 
     return decode_enum
 
@@ -177,6 +206,8 @@ def _with_rule(decoder: Decode, rule: Rule) -> Decode:
             holds = predicate
         case Between(least, most):
             low, high = -math.inf if least is None else least, math.inf if most is None else most
+            if decoder is _decode_int:
+                return _decode_int_between(low, high, rule)
 
             def holds(value: Any) -> Any:
                 return low <= value <= high
@@ -226,14 +257,15 @@ def _decode_rows(decoder: Decode) -> Decode:
 
 def _decode_row(kinds: tuple[Any, ...], named: Any) -> Decode:
     decoders = [_decoder(kind) for kind in kinds]
-    without = len(kinds) - (len(named._field_defaults) if named is not None else 0)
+    whole, without = len(decoders), len(decoders) - (len(named._field_defaults) if named is not None else 0)
 
     def decode_row(value: Any, tolerance: Tolerance) -> Any:
-        if len(_list(value)) not in (len(decoders), without):
-            raise WrongValueError(f"has {len(value)} items, not {without}")
+        count = len(_list(value))
+        if count != whole and count != without:
+            raise WrongValueError(f"has {count} items, not {without}")
         items: list[Any] = []
         try:
-            for decoder, each in zip(decoders[: len(value)], value, strict=True):
+            for decoder, each in zip(decoders, value, strict=False):  # it may lack the last ones
                 items.append(decoder(each, tolerance))
         except WrongValueError as error:
             error.where.insert(0, str(len(items)))
@@ -291,6 +323,17 @@ def _decode_object(kind: Any) -> Decode:
         return kind(**found)
 
     return decode_object
+
+
+def repeated_fields(kind: Any) -> Mapping[str, Any]:
+    """The fields of a dataclass, and of those that it holds as they are, which are marked `Repeated`: name → type."""
+    found: dict[str, Any] = {}
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        if get_origin(hint) is Annotated and Repeated() in hint.__metadata__:
+            found[name] = hint
+        elif dataclasses.is_dataclass(hint):
+            found |= repeated_fields(hint)
+    return found
 
 
 def _needed(field: dataclasses.Field[Any]) -> bool | None:

@@ -56,4 +56,10 @@ class Holds:
         return self.what
 
 
+@dataclass(frozen=True)
+class Repeated:
+    """No rule, but a hint: many texts have the same value here, so a reader of texts may know it already
+    (`decoding.Tolerance.known`)."""
+
+
 Rule = Between | Matches | Holds

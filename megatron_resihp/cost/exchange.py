@@ -25,28 +25,33 @@ _CROSSINGS: Final = 2
 
 
 def exchange_seconds(
-    model: Model, training: Training, device: Device, degree: int, near: int
+    model: Model, training: Training, device: Device, degree: int, near: int,
+    spread: tuple[float, float] | None = None,
 ) -> NDArray[np.float64]:  # fmt: skip
     """Seconds of F, B and W of each layer, [3, layers]; read-only.
 
     Args:
         model, training, device: `training` says how many share.
         degree: tensor-parallel.
-        near: how many of those that share the one with the fewest has on its node, itself included.
+        near: how many replicas of those that share the one with the fewest has on its node, itself included.
+        spread: which share of a worker's tokens goes to others of its node, and which to other nodes; None: as much to
+            each that shares. A stage's members with other experts each are on one node.
     """
     distinct, index = model.distinct
-    of_layers = np.array([_of_layer(layer, training, device, degree, near) for layer in distinct]).T[:, list(index)]
+    spread = _evenly(training, near) if spread is None else spread
+    of_layers = np.array([_of_layer(layer, training, device, degree, near, spread) for layer in distinct]).T
+    of_layers = of_layers[:, list(index)]
     of_layers.setflags(write=False)
     return of_layers
 
 
 def _of_layer(
-    layer: Layer, training: Training, device: Device, degree: int, near: int
+    layer: Layer, training: Training, device: Device, degree: int, near: int, spread: tuple[float, float]
 ) -> tuple[float, float, float]:  # fmt: skip
     forward = backward = 0.0
     for part in layer.parts:
-        if part.experts and training.expert_parallel > 1:
-            each = _CROSSINGS * _all_to_all(part, training, device, degree, near)
+        if part.experts and any(spread):
+            each = _CROSSINGS * _all_to_all(part, training, device, degree, spread)
             forward, backward = forward + each, backward + each
         elif part.exchanged_bytes and not part.experts and training.context_parallel > 1:
             there, back = _around(part, training, device, degree, near)
@@ -56,12 +61,19 @@ def _of_layer(
     return forward, backward, 0.0
 
 
-def _all_to_all(part: Part, training: Training, device: Device, degree: int, near: int) -> float:
-    """Of the worker that sends most to others; tokens are spread as `training.expert_loads` says."""
-    sharers = training.expert_parallel
+def _evenly(training: Training, near: int) -> tuple[float, float]:
+    groups = training.expert_groups
+    sharers, near = training.expert_parallel * groups, min(near, training.expert_parallel) * groups
+    return (near - 1) / sharers, (sharers - near) / sharers
+
+
+def _all_to_all(
+    part: Part, training: Training, device: Device, degree: int, spread: tuple[float, float]
+) -> float:  # fmt: skip
+    """Of the worker that sends most to others; how much that is `training.expert_loads` says."""
     cut = degree if training.sequence_parallel else 1
     size = part.exchanged_bytes * training.tokens / training.context_parallel / cut * training.busiest_share
-    inside, outside = size * (near - 1) / sharers, size * (sharers - near) / sharers
+    inside, outside = size * spread[0], size * spread[1]
     return device.latency + max(inside / device.node_bandwidth, outside / device.bandwidth)
 
 
@@ -69,7 +81,7 @@ def _around(part: Part, training: Training, device: Device, degree: int, near: i
     """Keys and values of the others, forward and backward; a ring is as fast as its slowest link."""
     sharers = training.context_parallel
     share = float(part.share(degree, 0))
-    bandwidth = device.node_bandwidth if near == sharers else device.bandwidth
+    bandwidth = device.node_bandwidth if near >= sharers else device.bandwidth
     once = (sharers - 1) * (
         device.latency + share * part.exchanged_bytes * training.tokens / sharers / bandwidth
     )  # fmt: skip

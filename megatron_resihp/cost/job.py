@@ -46,6 +46,7 @@ class JobCost:
         until_next_event_s: expected seconds until the next change of health, within which a change of plan must pay for
             itself.
         unlike_bandwidth: bytes/s at most between stages of unlike degree, whose plans Megatron's own groups can't run.
+        state_bandwidth: bytes/s at most at which a worker gets state of others while the job changes to another plan.
         host_sums: how such plans sum gradients, where that takes time of its own; None: nowhere.
         beside: bytes that must stay free beside a plan's state on each device while nothing runs: those of the old
             state, which stays until the plan is in force.
@@ -64,6 +65,7 @@ class JobCost:
     rebuild_s: float = 2.0
     until_next_event_s: float = float("inf")
     unlike_bandwidth: float = float("inf")
+    state_bandwidth: float = float("inf")
     host_sums: HostSums | None = None
     beside: int = 0
     sharings: tuple[Sharing, ...] = (Sharing(),)
@@ -122,9 +124,19 @@ class JobCost:
         """
         return self._per_square(degree)
 
-    def bytes(self, degree: int, copies: int = 1) -> LayerBytes:
-        """Memory of each layer on the member with the largest share; see `cost.memory.layer_bytes`. Read-only."""
-        return self._bytes(degree, copies)
+    def bytes(self, degree: int, copies: int = 1, plan: ParallelPlan | None = None) -> LayerBytes:
+        """Memory of each layer on the member with the largest share; see `cost.memory.layer_bytes`. Read-only.
+
+        Args:
+            degree, copies: as there.
+            plan: whose layers they are; None: of one that is to be found. That cuts layers otherwise than the job's own
+                arguments do, so its replicas have whole optimizer state where Megatron's own groups must share it.
+        """
+        if plan is None:
+            whole = self.training.shared_by is not None and not self.shares
+        else:
+            whole = not self.training.under(plan).distributed_optimizer
+        return self._bytes(degree, copies, whole)
 
     @property
     def typical_squares(self) -> float:
@@ -163,8 +175,12 @@ class JobCost:
         return cache(lambda degree: _as_run(self._seconds_apart(degree), self.training))
 
     @cached_property
-    def _bytes(self) -> Callable[[int, int], LayerBytes]:
-        return cache(lambda degree, copies: layer_bytes(self.model, self.training, degree, copies))
+    def _bytes(self) -> Callable[[int, int, bool], LayerBytes]:
+        return cache(self._bytes_apart)
+
+    def _bytes_apart(self, degree: int, copies: int, whole: bool) -> LayerBytes:
+        training = replace(self.training, distributed_optimizer=False) if whole else self.training
+        return layer_bytes(self.model, training, degree, copies)
 
     @cached_property
     def _shared(self) -> Callable[[int, int], "JobCost"]:

@@ -19,6 +19,8 @@ from megatron_resihp.cost.training import Recompute, Training
 from megatron_resihp.pipeline.op import OpKind
 from megatron_resihp.pipeline.planned import known_program
 from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, PlanError, Replica, Schedule, Shard, even_chunks
+from megatron_resihp.plan.microbatches import filled_up
+from megatron_resihp.plan.parallel_plan import rounds_of
 from megatron_resihp.plan.schedule import KINDS
 
 _Ops = tuple[NDArray[np.int64], NDArray[np.int64]]
@@ -95,17 +97,19 @@ def memory_of(plan: ParallelPlan, model: Model, training: Training, kept_until_w
         PlanError: the plan's layers differ from the model's, or members of a stage cannot share a layer.
     """
     replicas = [with_layers(replica, model) for replica in plan.replicas]
-    training = replace(training, context_parallel=plan.context_parallel)
+    training = replace(training.under(plan), context_parallel=plan.context_parallel)
     if plan.expert_parallel > 1:
         training = training.as_plans_say(plan.expert_parallel)
     accountant = _Accountant(model, training, replicas, kept_until_w)
     used: dict[int, MemoryUse] = {}
     alike: dict[tuple[object, ...], dict[Coordinate, MemoryUse]] = {}
     try:
-        for replica in replicas:
-            key = (replica.shape, replica.chunks, replica.schedule, len(replica.micro_batches))
+        for number, replica in enumerate(replicas):
+            rounds = rounds_of(plan, number)
+            key = (replica.shape, replica.chunks, replica.schedule, rounds)
             if key not in alike:
-                alike[key] = accountant.of_replica(replica)
+                run = replace(replica, micro_batches=filled_up(replica.micro_batches, rounds))
+                alike[key] = accountant.of_replica(run)
             used |= {worker: alike[key][coordinate] for worker, coordinate in replica.workers()}
         for worker, kept in plan.standbys.items():
             if isinstance(kept, Coordinate):
@@ -119,13 +123,14 @@ def memory_of(plan: ParallelPlan, model: Model, training: Training, kept_until_w
 
 
 def state_in_both(one: ParallelPlan, other: ParallelPlan, model: Model, training: Training) -> dict[int, int]:
-    """Bytes of weights, gradients and optimizer of the shards that a worker has under both plans, if it has any.
+    """Bytes of weights, gradients and optimizer of the shards that a worker has under both plans, if it has any. A
+    distributed optimizer is shared under both of them, or under neither.
 
     Raises:
         PlanError: as of `memory_of`.
     """
     one, other = (replace(each, replicas=tuple(with_layers(r, model) for r in each.replicas)) for each in (one, other))
-    accountant = _Accountant(model, training, one.replicas, 1.0)
+    accountant = _Accountant(model, training.under(one), one.replicas, 1.0)
     both = {w: set(one.shards_of(w)) & set(other.shards_of(w)) for w in one.members if w in other.members}
     try:
         return {worker: accountant.of_state(sorted(shards)).state for worker, shards in both.items() if shards}

@@ -17,9 +17,9 @@ from megatron_resihp.cost.host_sums import HostSums
 from megatron_resihp.cost.job import UNTIL_NEXT_EVENT_S, Array, JobCost
 from megatron_resihp.cost.layers import LayerKind, Model, ModelError, model_from_arguments
 from megatron_resihp.cost.room import usable
-from megatron_resihp.cost.training import Training, TrainingError, training_from_arguments
+from megatron_resihp.cost.training import Training, TrainingError, training_of_job
 from megatron_resihp.pipeline.op import OpKind
-from megatron_resihp.plan import Chunk
+from megatron_resihp.plan import Chunk, OwnSplit
 from megatron_resihp.protocol.planning import KnownJob
 
 _FLOPS: Final = 312e12
@@ -63,7 +63,8 @@ def cost_of_job(
     if job.arguments is None:
         raise UnknownCost("the workers have not told the model's sizes")
     try:
-        model, training = model_from_arguments(job.arguments), training_from_arguments(job.arguments)
+        split = OwnSplit(tuple(own), job.tensor_parallel)
+        model, training = model_from_arguments(job.arguments), training_of_job(job.arguments, split)
     except (ModelError, TrainingError) as error:
         raise UnknownCost(str(error)) from None
     if len(model.layers) != own[-1].end:
@@ -83,6 +84,7 @@ def cost_of_job(
         workers_per_node=workers_per_node, alone=alone, measured=measured,
         until_next_event_s=UNTIL_NEXT_EVENT_S,
         unlike_bandwidth=_HOST_BANDWIDTH if through_host else float("inf"),
+        state_bandwidth=float("inf") if job.emulated else _HOST_BANDWIDTH,  # whatever carries results
         host_sums=HostSums(tuple(own), _HOST_SUMS_BANDWIDTH) if through_host else None,
     )  # fmt: skip
 

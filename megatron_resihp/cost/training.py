@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training settings on which memory and work depend. Imports the standard library."""
+"""The training settings on which memory and work depend. Imports `plan`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from fractions import Fraction
 from typing import Any, Final
+
+from megatron_resihp.plan import OwnSplit, ParallelPlan
 
 MASTER_AND_MOMENTS: Final = 12
 """Bytes of optimizer state per parameter with 16-bit weights: fp32 weight and Adam's two moments."""
@@ -35,6 +37,7 @@ class Training:
         sequence_parallel: whether activations that all tensor-parallel members would hold are cut along the sequence.
         only_degree: the number of tensor-parallel members that each stage must have (`why_own_degree`); None: any.
         distributed_optimizer: whether the holders of a shard share its optimizer state.
+        shared_by: the plans under which they do: those that Megatron's own groups can run; None: all plans.
         optimizer_instances: how many groups of holders have all of it, where that leaves equal groups of two or more.
         weight_bytes, gradient_bytes, optimizer_bytes: per parameter.
         context_parallel: number of replicas that share each sequence.
@@ -43,6 +46,7 @@ class Training:
         expert_parallel: number of workers that share routed experts.
         expert_loads: how many tokens each expert of a layer gets, in any unit; empty: all as many.
         expert_tensor_parallel: number of workers that share each expert; None means as many as share the other layers.
+        expert_groups: groups of a stage's members that have other experts each, in a plan (its `expert_members`).
         splits_backward: whether weight gradients can be delayed. Only Megatron's own ("local") linear layers can. In
             other layers, B does the whole backward and W does nothing.
         deferred: most micro-batches of which the head's activations stay until the pipeline has drained, where its
@@ -55,6 +59,7 @@ class Training:
     sequence_parallel: bool = False
     only_degree: int | None = None
     distributed_optimizer: bool = False
+    shared_by: OwnSplit | None = None
     optimizer_instances: int = 1
     weight_bytes: int = 2
     gradient_bytes: int = 4
@@ -64,6 +69,7 @@ class Training:
     expert_parallel: int = 1
     expert_loads: tuple[float, ...] = ()
     expert_tensor_parallel: int | None = None
+    expert_groups: int = 1
     splits_backward: bool = True
     deferred: int | None = 0
 
@@ -92,7 +98,7 @@ class Training:
     @property
     def busiest_share(self) -> float:
         """Tokens of the worker whose experts get most of them, over the mean; each has as many experts in a row."""
-        loads, degree = self.expert_loads, self.expert_parallel
+        loads, degree = self.expert_loads, self.expert_parallel * self.expert_groups
         each = len(loads) // degree
         if not each:
             return 1.0
@@ -102,6 +108,16 @@ class Training:
         """Where so many replicas share experts, and the members of a stage share a replica's as they do other layers:
         plans count sharers so."""
         return replace(self, expert_parallel=replicas, expert_tensor_parallel=None)
+
+    def under(self, plan: ParallelPlan) -> "Training":
+        """The settings under a plan: unless it is one that Megatron's own groups can run, each holder of a shard has
+        all of its optimizer state.
+
+        Raises:
+            PlanError: a replica without layers has other stages than the job's own.
+        """
+        whole = self.distributed_optimizer and self.shared_by is not None and not self.shared_by.runs(plan)
+        return replace(self, distributed_optimizer=False) if whole else self
 
     @property
     def squares(self) -> int:
@@ -136,6 +152,15 @@ def training_from_arguments(arguments: Mapping[str, Any]) -> Training:
         splits_backward=arguments.get("transformer_impl") == "local",
         deferred=(arguments.get("wgrad_deferral_limit") or None) if deferring else 0,
     )
+
+
+def training_of_job(arguments: Mapping[str, Any], own: OwnSplit) -> Training:
+    """A running job's settings, as its plans count sharers and as its workers share a distributed optimizer.
+
+    Raises:
+        TrainingError: as of `training_from_arguments`.
+    """
+    return replace(training_from_arguments(arguments).as_plans_say(), shared_by=own)
 
 
 def distributes_optimizer(arguments: Mapping[str, Any]) -> bool:
@@ -177,6 +202,19 @@ def why_own_experts(arguments: Mapping[str, Any]) -> str:
     they wouldn't."""
     if arguments.get("fp8") and arguments.get("num_experts"):
         return "8-bit scales are of the tokens that an expert gets from all replicas that share it"
+    return ""
+
+
+def why_equal_rounds(arguments: Mapping[str, Any]) -> str:
+    """Why replicas that share experts must have equally many micro-batches; empty: they needn't.
+
+    Those with fewer run their last one again, so that it counts nothing. For that, its forward and backward passes must
+    be calls of their own.
+    """
+    if why_own_experts(arguments):
+        return why_own_experts(arguments)
+    if arguments.get("overlap_moe_expert_parallel_comm"):
+        return "--overlap-moe-expert-parallel-comm runs one micro-batch in turns with another"
     return ""
 
 

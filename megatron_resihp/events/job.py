@@ -29,6 +29,11 @@ class Job(Event):
 
     tensor_parallel: Annotated[int | None, "tensor-parallel degree at the start"] = None
     pipeline_parallel: Annotated[int | None, "pipeline stages at the start"] = None
+    context_parallel: Annotated[int | None, "replicas that share each sequence at the start"] = None
+    expert_parallel: Annotated[int | None, "replicas that share each layer's experts at the start"] = None
+    expert_members: Annotated[
+        int | None, "members of a stage that have a cut each of the same experts; 0: all have"
+    ] = None
     chunks: Annotated[
         tuple[tuple[int, int, int], ...] | None, "`[stage, first, end]`: the layers of each stage at the start"
     ] = None

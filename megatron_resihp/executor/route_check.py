@@ -8,8 +8,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 
+from megatron_resihp.executor.alike import unlike_replicas
 from megatron_resihp.executor.messages import Message
-from megatron_resihp.executor.routes import RouteError, Step, all_routes
+from megatron_resihp.executor.routes import Orders, RouteError, Step, all_routes
 from megatron_resihp.pipeline.errors import ProgramError
 from megatron_resihp.pipeline.orders import orders_of
 from megatron_resihp.plan import ParallelPlan, PlannedOp
@@ -33,7 +34,12 @@ def check_plan(plan: ParallelPlan, sequence_parallel: bool, tokens: int) -> None
         orders = [orders_of(replica) for replica in plan.replicas]
     except ProgramError as error:
         raise RouteError(str(error)) from None
-    check_routes(all_routes(plan, orders, sequence_parallel, tokens))
+    check_orders(plan, orders, sequence_parallel, tokens)
+
+
+def check_orders(plan: ParallelPlan, orders: Orders, sequence_parallel: bool, tokens: int) -> None:
+    """`check_plan` for these orders of ops, by one of the replicas that are alike."""
+    check_routes(all_routes(plan, orders, sequence_parallel, tokens, replicas=unlike_replicas(plan, orders)))
 
 
 def check_routes(routes: Routes) -> None:

@@ -6,7 +6,7 @@ tensor-parallel degree, and replicas in everything. A migrated op's neighbours m
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -75,12 +75,19 @@ def routes_for(
 
 
 def all_routes(
-    plan: ParallelPlan, orders: Orders, sequence_parallel: bool, tokens: int, ahead: int = AHEAD
-) -> dict[int, tuple[Step, ...]]:
-    """The steps of each worker that has work; arguments and errors as of `routes_for`."""
+    plan: ParallelPlan, orders: Orders, sequence_parallel: bool, tokens: int, ahead: int = AHEAD,
+    replicas: Collection[int] | None = None,
+) -> dict[int, tuple[Step, ...]]:  # fmt: skip
+    """The steps of each worker that has work; arguments and errors as of `routes_for`.
+
+    Args:
+        replicas: whose workers are wanted; None: all.
+    """
     network = _Network(plan, orders, sequence_parallel, tokens)
     routes = {}
     for place, members in network.members.items():
+        if replicas is not None and place[0] not in replicas:
+            continue
         steps = network.steps(place, ahead)
         routes.update(dict.fromkeys(members, steps))
     return routes

@@ -8,10 +8,10 @@ from megatron_resihp.plan.microbatches import deal, even_counts, even_share
 from megatron_resihp.plan.parallel_plan import ParallelPlan, data_parallel_of
 from megatron_resihp.plan.replica import Coordinate, Kept, Migration, Replica, Shard
 from megatron_resihp.plan.schedule import PlannedOp, Schedule
-from megatron_resihp.plan.spelling import shortened, spelled_out
+from megatron_resihp.plan.spelling import OwnSplit, shortened, spelled_out
 
 __all__ = [
-    "Chunk", "Coordinate", "Kept", "Migration", "ParallelPlan", "PlanError", "PlannedOp", "Replica", "Schedule",
-    "Shard", "chunks_of_layout", "data_parallel_of", "deal", "differences", "even_chunks", "even_counts", "even_share",
-    "layout_of", "shortened", "spelled_out",
+    "Chunk", "Coordinate", "Kept", "Migration", "OwnSplit", "ParallelPlan", "PlanError", "PlannedOp", "Replica",
+    "Schedule", "Shard", "chunks_of_layout", "data_parallel_of", "deal", "differences", "even_chunks", "even_counts",
+    "even_share", "layout_of", "shortened", "spelled_out",
 ]  # fmt: skip

@@ -28,18 +28,27 @@ def deal(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(hand) for hand in hands)
 
 
+def filled_up(own: Sequence[int], rounds: int) -> tuple[int, ...]:
+    """The micro-batches that a replica runs in so many rounds: in those for which it has none, its last one again."""
+    return (*own, *[own[-1]] * (rounds - len(own)))
+
+
 def can_be_grouped(stages: int, micro_batches: int, group: int) -> bool:
     """Whether Megatron's interleaved schedule runs so many in groups of this size: no group, the last one included, may
     be smaller than the number of stages."""
     return stages <= group <= micro_batches and (micro_batches % group or stages) >= stages
 
 
-def grouped_counts(micro_batches: int, replicas: int, stages: int, group: int) -> tuple[int, ...]:
-    """Split them over replicas that are interleaved pipelines: evenly if each share can be grouped so, or else in whole
-    groups if there are enough, since larger groups need more memory."""
+def grouped_counts(micro_batches: int, replicas: int, stages: int, group: int, in_step: int = 1) -> tuple[int, ...]:
+    """Split them over replicas that are interleaved pipelines: evenly if what each runs can be grouped so, or else in
+    whole groups if there are enough, since larger groups need more memory.
+
+    Args:
+        in_step: so many replicas in a row run as many as the first of them.
+    """
     even = even_counts(micro_batches, replicas)
     groups, rest = divmod(micro_batches, group)
-    if rest or groups < replicas or all(can_be_grouped(stages, count, group) for count in even):
+    if rest or groups < replicas or all(can_be_grouped(stages, run, group) for run in even[::in_step]):
         return even
     return tuple(group * count for count in even_counts(groups, replicas))
 

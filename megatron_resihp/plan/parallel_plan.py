@@ -48,8 +48,9 @@ class ParallelPlan:
             know. That depends on the model; `cost.memory.check_plan` checks it.
         context_parallel: how many consecutive replicas share each sequence. They run the same micro-batches, each its
             part of every sequence, and each has the whole model.
-        expert_parallel: how many consecutive replicas share each layer's experts. They run as many micro-batches, and
-            each has a share of the experts and all the rest of the model.
+        expert_parallel: how many consecutive replicas share each layer's experts. They run in step, as many rounds as
+            the one with most micro-batches needs (`rounds_of`), and each has a share of the experts and all the rest of
+            the model.
         expert_members: how many members in a row of a stage have a cut each of the same experts of that share; 0: all
             members have. The job's own number.
 
@@ -197,6 +198,13 @@ def data_parallel_of(plan: ParallelPlan) -> int:
 def sharing_of(plan: ParallelPlan) -> int:
     """How many consecutive replicas meet in every layer, since they share sequences or experts."""
     return Sharing(plan.context_parallel, plan.expert_parallel).together
+
+
+def rounds_of(plan: ParallelPlan, replica: int) -> int:
+    """How many micro-batches a replica runs: as many as the one with most of those that share experts with it. What it
+    runs beyond its own counts nothing."""
+    first = replica - replica % plan.expert_parallel
+    return max(len(each.micro_batches) for each in plan.replicas[first : first + plan.expert_parallel])
 
 
 def _written(plan: ParallelPlan) -> _Written:

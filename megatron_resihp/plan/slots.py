@@ -43,6 +43,8 @@ def renamed(plan: ParallelPlan, name: Callable[[int], int]) -> ParallelPlan:
     Raises:
         PlanError: two workers get the same id.
     """
+    if all(name(worker) == worker for worker in plan.members):
+        return plan
     replicas = tuple(
         replace(each, stages=tuple(tuple(map(name, members)) for members in each.stages)) for each in plan.replicas
     )

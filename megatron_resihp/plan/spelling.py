@@ -7,12 +7,29 @@ reduction. Comparison, validation and migration need every layer named. These ar
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from megatron_resihp.plan.errors import PlanError
 from megatron_resihp.plan.layers import Chunk, interleaves
 from megatron_resihp.plan.parallel_plan import ParallelPlan
 from megatron_resihp.plan.replica import Coordinate, Kept, Replica, Shard, shards_at
 from megatron_resihp.plan.schedule import EXPLICIT, INTERLEAVED, ONE_F_ONE_B, Schedule
+
+
+class OwnSplit(NamedTuple):
+    """What Megatron's own groups are made for: the job's own layers of each stage, and its tensor-parallel degree."""
+
+    chunks: tuple[Chunk, ...]
+    degree: int
+
+    def runs(self, plan: ParallelPlan) -> bool:
+        """Whether Megatron's own groups can run a plan, whatever its standbys keep.
+
+        Raises:
+            PlanError: a replica without layers has other stages than the job's own.
+        """
+        short = shortened(spelled_out(replace(plan, standbys={}), self.chunks), self.chunks)
+        return short.not_uniform is None and short.grid.tensor_parallel == self.degree
 
 
 def coordinate_at(chunks: Sequence[Chunk], held: Sequence[Shard], degree: int) -> Coordinate | None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.memory import check_plan
-from megatron_resihp.cost.room import check_change
+from megatron_resihp.cost.room import check_change, check_host
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, spelled_out
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.strategy import Strategy
@@ -56,24 +56,29 @@ def propose(
     after = plainly_ordered(strategy_named(name)(before, health, cost))
     require_runnable(after, health, cost)
     alive = set(before.working) <= health.speed.keys()
-    if alive and after.replicas != before.replicas:
-        require_room(before, after, cost)
+    if after.replicas != before.replicas:
+        require_room(before, after, cost, optional=alive)
     evaluation = evaluate(after, health, cost)
+    moving_s = seconds_to_get_there(before, after, cost)
     return PlanFound(
         plan=after,
         iteration_s=evaluation.iteration_s,
         current_s=evaluate(before, health, cost).iteration_s if alive else None,
         healthy_s=evaluate(before, Health(dict.fromkeys(before.members, 1.0)), cost).iteration_s,
-        moving_s=seconds_to_get_there(before, after, cost),
+        moving_s=moving_s,
+        sending_s=max(moving_s - cost.rebuild_s, 0.0),
         bound_s=evaluation.bound.seconds,
         planning_s=planning_s(),  # the last one: all of the above takes time
     )
 
 
-def require_room(before: ParallelPlan, after: ParallelPlan, cost: JobCost) -> None:
-    """Raises NoPlanError if memory runs short on the way to an optional plan."""
+def require_room(before: ParallelPlan, after: ParallelPlan, cost: JobCost, optional: bool) -> None:
+    """Raises NoPlanError if memory runs short on the way to a plan; of devices only where the change is optional."""
     try:
-        check_change(before, after, cost.model, cost.training, cost.device.memory, cost.device.host)
+        if optional:
+            check_change(before, after, cost.model, cost.training, cost.device.memory, cost.device.host)
+        else:
+            check_host(before, after, cost.model, cost.training, cost.device.host)
     except PlanError as error:
         raise NoPlanError(str(error)) from None
 

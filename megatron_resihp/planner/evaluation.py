@@ -20,6 +20,7 @@ from megatron_resihp.pipeline.op import OpKind
 from megatron_resihp.pipeline.planned import joint_program_of, program_of
 from megatron_resihp.pipeline.simulate import Timeline, makespans, simulate
 from megatron_resihp.plan import ParallelPlan, Replica
+from megatron_resihp.plan.microbatches import filled_up
 from megatron_resihp.plan.parallel_plan import sharing_of
 from megatron_resihp.planner.health import Health
 
@@ -100,7 +101,8 @@ def iteration_times(plan: ParallelPlan, health: Health, cost: JobCost, squares: 
 
 @dataclass(frozen=True)
 class GroupRun:
-    """Replicas that share sequences or experts, or one that shares nothing: all run the same ops at the same time.
+    """Replicas that share sequences or experts, or one that shares nothing: all run the same ops at the same time, as
+    many as the one with most micro-batches has.
 
     They meet in every layer, so that an op takes what the slowest of those that run it together takes, and the time in
     which they send each other tokens, or keys and values.
@@ -120,7 +122,7 @@ class GroupRun:
         """Of each op, as `stage_seconds`."""
         first, cost = self.replicas[0], self.cost
         seconds = stage_seconds(first, self.slowest, cost)
-        if len(self.replicas) > 1:
+        if len(self.replicas) > 1 or cost.training.expert_groups > 1:
             for number, chunk in enumerate(first.chunks):
                 members = [replica.stages[chunk.stage] for replica in self.replicas]
                 between = cost.exchange(len(members[0]), nearest(members, cost.workers_per_node))
@@ -135,14 +137,21 @@ class GroupRun:
 
     def timeline(self) -> Timeline:
         """When each op runs."""
-        return simulate(program_of(self.replicas[0]), self.seconds()[..., np.newaxis], self.transfers())
+        return simulate(program_of(self._longest), self.seconds()[..., np.newaxis], self.transfers())
 
     def makespans(self, more: Array) -> Array:
         """Seconds, [iterations]; `more`: tokens² of micro-batches above the typical, [iterations, micro-batches]."""
         per_square = _chunk_seconds(self.replicas[0], self.slowest, self.cost.seconds_per_square)[..., np.newaxis]
-        own = np.max([more[:, list(replica.micro_batches)] for replica in self.replicas], axis=0)
+        rounds = len(self._longest.micro_batches)
+        run = [filled_up(replica.micro_batches, rounds) for replica in self.replicas]
+        own = np.max([more[:, list(each)] for each in run], axis=0)
         durations = self.seconds()[..., np.newaxis] + per_square * own[:, np.newaxis, np.newaxis]
-        return makespans(program_of(self.replicas[0]), durations, self.transfers())
+        return makespans(program_of(self._longest), durations, self.transfers())
+
+    @property
+    def _longest(self) -> Replica:
+        """The replica with most micro-batches, in whose rounds all are run."""
+        return max(self.replicas, key=lambda replica: len(replica.micro_batches))
 
 
 def run_of(plan: ParallelPlan, number: int, health: Health, cost: JobCost) -> GroupRun:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_resihp.cost.job import Array, JobCost
-from megatron_resihp.cost.memory import with_layers
+from megatron_resihp.cost.memory import memory_of, with_layers
 from megatron_resihp.pipeline.compiled import compiled
 from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Shard
 
@@ -28,7 +28,8 @@ def bytes_to_move(before: ParallelPlan, after: ParallelPlan, cost: JobCost) -> d
 
     A worker lacks what its new shards hold and its old shards do not. A shard is a rectangle: layers × share of a
     layer, from rank / degree to (rank + 1) / degree (uneven shards are treated as even), and of its experts likewise.
-    If the optimizer is distributed over copies, a worker receives its share of it.
+    If the optimizer is distributed over copies, a worker receives its share of it. Into a plan that doesn't distribute
+    it, holders first get the rest of it for what they hold, and then all of it for what they lack.
 
     Args:
         before: the plan whose workers hold the state; workers that are dead by now are ignored.
@@ -38,13 +39,31 @@ def bytes_to_move(before: ParallelPlan, after: ParallelPlan, cost: JobCost) -> d
     Raises:
         PlanError: the layers of a plan differ from the model's.
     """
-    size = prefix_bytes(cost, len(after.replicas), after.expert_parallel)
+    size = prefix_bytes(cost, sharers_under(after, cost), after.expert_parallel)
     held, wanted = shards_held(before, cost), shards_held(after, cost)
     have = {shards: number for number, shards in enumerate({held.get(worker, ()): None for worker in wanted})}
     need = {shards: number for number, shards in enumerate(dict.fromkeys(wanted.values()))}
     lacking = lacking_bytes(list(have), list(need), size)
     found = {worker: float(lacking[have[held.get(worker, ())], need[shards]]) for worker, shards in wanted.items()}
+    for worker, rest in _put_together(before, after, cost).items():
+        found[worker] += rest
     return {worker: number for worker, number in found.items() if number > 0}
+
+
+def sharers_under(plan: ParallelPlan, cost: JobCost) -> int:
+    """How many replicas of a plan share a distributed optimizer's state."""
+    return len(plan.replicas) if cost.training.under(plan).distributed_optimizer else 1
+
+
+def _put_together(before: ParallelPlan, after: ParallelPlan, cost: JobCost) -> dict[int, int]:
+    """Bytes of a distributed optimizer's state that each holder gets of the others before a plan without parts of it
+    can be built; see `cost.room.put_together`."""
+    part, rest = (cost.training.under(plan) for plan in (before, after))
+    if not part.distributed_optimizer or rest.distributed_optimizer:
+        return {}
+    owned, whole = (memory_of(before, cost.model, training) for training in (part, rest))
+    there = set(before.members) & set(after.members)
+    return {worker: whole[worker].optimizer - owned[worker].optimizer for worker in there}
 
 
 def seconds_to_get_there(before: ParallelPlan, after: ParallelPlan, cost: JobCost) -> float:
@@ -60,7 +79,7 @@ def seconds_to_get_there(before: ParallelPlan, after: ParallelPlan, cost: JobCos
 
 def seconds_to_move(moved: Mapping[int, float], cost: JobCost) -> float:
     """Seconds to get to a different plan, from what `bytes_to_move` gives."""
-    return cost.rebuild_s + max(moved.values(), default=0.0) / cost.device.bandwidth
+    return cost.rebuild_s + max(moved.values(), default=0.0) / min(cost.device.bandwidth, cost.state_bandwidth)
 
 
 def lacking_bytes(held: Sequence[Shards], wanted: Sequence[Shards], size: Array) -> Array:

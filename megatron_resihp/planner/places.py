@@ -20,7 +20,7 @@ from scipy.optimize import linear_sum_assignment
 from megatron_resihp.cost.job import Array, JobCost
 from megatron_resihp.plan import Kept, ParallelPlan, Shard
 from megatron_resihp.planner.health import Health
-from megatron_resihp.planner.moves import Index, lacking_bytes, prefix_bytes, shards_held
+from megatron_resihp.planner.moves import Index, lacking_bytes, prefix_bytes, shards_held, sharers_under
 
 _MOST: Final = 320
 """Most groups or nodes for an assignment of least cost; above it, groups go by their middle layer and nodes stay."""
@@ -62,13 +62,18 @@ def keep_places(before: ParallelPlan, after: ParallelPlan, health: Health, cost:
     idle = sorted(health.speed.keys() - set(workers))
     standbys: dict[int, Kept] = dict.fromkeys(idle)
     copies = max(sum(all(each.stages) for each in replicas), 1)
-    standbys |= {worker: held[worker] for worker in idle if held.get(worker) and _has_room(held[worker], copies, cost)}
+    has_room = {
+        shards: _has_room(shards, copies, after, cost)
+        for shards in dict.fromkeys(held.get(worker, ()) for worker in idle)
+        if shards
+    }
+    standbys |= {worker: held[worker] for worker in idle if has_room.get(held.get(worker, ()), False)}
     return replace(after, replicas=replicas, standbys=standbys)
 
 
-def _has_room(shards: Sequence[Shard], copies: int, cost: JobCost) -> bool:
+def _has_room(shards: Sequence[Shard], copies: int, after: ParallelPlan, cost: JobCost) -> bool:
     """Whether a standby can keep its shards; with fewer holders, shares of a distributed optimizer are larger."""
-    state = sum(cost.bytes(shard.tp_degree, copies).state[shard.first : shard.end].sum() for shard in shards)
+    state = sum(cost.bytes(shard.tp_degree, copies, after).state[shard.first : shard.end].sum() for shard in shards)
     return bool(state <= cost.device.memory - _ROUNDING)
 
 
@@ -155,7 +160,7 @@ def _situation(
         nodes=list(nodes.values()),
         kinds=kinds,
         place_kinds=place_kinds,
-        lacking=_lacking(kinds, place_kinds, prefix_bytes(cost, len(after.replicas))),
+        lacking=_lacking(kinds, place_kinds, prefix_bytes(cost, sharers_under(after, cost))),
     )
     return situation, [number[worker] for members in stages for worker in members]
 

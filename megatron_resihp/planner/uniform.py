@@ -10,11 +10,11 @@ other.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import product
 
-from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Replica, Shard, deal, even_counts
+from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, PlanError, Replica, Shard, deal, even_counts
 from megatron_resihp.plan.microbatches import grouped_counts
 from megatron_resihp.plan.replica import shards_at
 from megatron_resihp.plan.rules import Sharing
@@ -97,6 +97,7 @@ class JobShape:
         distributed_optimizer: replicas share the optimizer's state out.
         spread_replicas: the user wants no shard on one node only.
         sharings: how many replicas may share each sequence and each layer's experts; the job's own numbers first.
+        equal_rounds: those that share experts must have equally many micro-batches.
     """
 
     tensor_parallel: int
@@ -107,6 +108,7 @@ class JobShape:
     distributed_optimizer: bool = False
     spread_replicas: bool = False
     sharings: tuple[Sharing, ...] = (Sharing(),)
+    equal_rounds: bool = False
 
     def node_of(self, worker: int) -> int:
         """Where a worker lives."""
@@ -129,10 +131,11 @@ class JobShape:
 
     def sharing(self, replicas: int) -> tuple[Sharing, int]:
         """How many of them share each sequence and each layer's experts, and how many then work: as many as need the
-        least time; and of several numbers the largest, since each worker then holds the least.
+        least time, which is that of the replica with most micro-batches; and of several numbers the largest, since each
+        worker then holds the least.
 
         Raises:
-            NoPlanError: there are too few replicas, or micro-batches don't go evenly into groups of them.
+            NoPlanError: there are too few replicas, or micro-batches don't go evenly into groups of them, which must.
         """
         working = {sharing: self._working(replicas, sharing) for sharing in self.sharings}
         possible = [sharing for sharing, count in working.items() if count]
@@ -140,16 +143,18 @@ class JobShape:
             raise NoPlanError(f"{replicas} complete replicas can't share {self.shared}")
 
         def preference(sharing: Sharing) -> tuple[float, int, int]:
-            longest = max(self.shares(working[sharing] // sharing.context, sharing.in_step))
+            longest = max(self.shares(working[sharing] // sharing.context, sharing))
             return longest / sharing.context, -sharing.context, -sharing.experts
 
         chosen = min(possible, key=preference)
         return chosen, working[chosen]
 
     def _working(self, replicas: int, sharing: Sharing) -> int:
-        """How many work: whole groups, of which each member has a micro-batch at least, and all as many."""
+        """How many work: whole groups, of which each member has a micro-batch at least."""
         rounds, rest = divmod(self.micro_batches, sharing.in_step)
-        return 0 if rest else sharing.together * min(replicas // sharing.together, rounds // self.fewest_micro_batches)
+        if self.equal_rounds and rest:
+            return 0
+        return sharing.together * min(replicas // sharing.together, rounds // self.fewest_micro_batches)
 
     @property
     def shared(self) -> str:
@@ -161,18 +166,15 @@ class JobShape:
         shared = {what: " or ".join(map(str, numbers)) for what, numbers in degrees.items() if max(numbers) > 1}
         return " and ".join(f"{what} in groups of {numbers}" for what, numbers in shared.items())
 
-    def shares(self, groups: int, in_step: int = 1) -> tuple[int, ...]:
-        """How many micro-batches each group of replicas that share sequences runs; without such, each replica.
-
-        Args:
-            in_step: so many groups in a row run as many.
-        """
-        rounds, several = self.micro_batches // in_step, groups // in_step
+    def shares(self, groups: int, sharing: Sharing) -> tuple[int, ...]:
+        """How many micro-batches each group of replicas that share sequences has; without such, each replica."""
+        alike, in_step = (sharing.in_step, 1) if self.equal_rounds else (1, sharing.in_step)
+        rounds, several = self.micro_batches // alike, groups // alike
         if self.micro_batch_group is None:
             counts = even_counts(rounds, several)
         else:
-            counts = grouped_counts(rounds, several, self.pipeline_parallel, self.micro_batch_group)
-        return tuple(count for count in counts for _ in range(in_step))
+            counts = grouped_counts(rounds, several, self.pipeline_parallel, self.micro_batch_group, in_step)
+        return tuple(count for count in counts for _ in range(alike))
 
     @property
     def replica_size(self) -> int:
@@ -255,6 +257,39 @@ def plan_uniform(shape: JobShape, held: Mapping[int, Coordinate | None], previou
     return _plan(_arrange(chosen, replicas, previous, shape), shape, standbys, sharing)
 
 
+def plan_with_room(
+    shape: JobShape, make: Callable[[JobShape], ParallelPlan], check: Callable[[ParallelPlan], None]
+) -> ParallelPlan:
+    """A plan in which as many replicas share as need the least time within memory. The job's own numbers are known to
+    fit, so that a plan of these isn't checked.
+
+    Args:
+        shape: sizes of the job.
+        make: a plan of a job of these sizes; raises NoPlanError if there is none.
+        check: raises PlanError if a plan doesn't fit into memory.
+
+    Raises:
+        NoPlanError: there is none, or none that fits.
+    """
+    own, too_large = shape.own_sharing, ""
+    while True:
+        try:
+            plan = make(shape)
+        except NoPlanError as error:
+            raise NoPlanError(f"{error}; {too_large}", error.missing) if too_large else error from None
+        tried = Sharing(plan.context_parallel, plan.expert_parallel)
+        if tried[:2] == own[:2]:
+            return plan
+        try:
+            check(plan)
+        except PlanError as error:
+            too_large = f"with {tried.together} of them {error}"
+            left = (each for each in shape.sharings if each.context > tried.context or each.experts > tried.experts)
+            shape = replace(shape, sharings=tuple(left))
+        else:
+            return plan
+
+
 def _preference(held: Collection[int], previous: ParallelPlan) -> Callable[[int], tuple[int, ...]]:
     """Sort key: workers that had work come first (no warm-up), and among them those that lost the fewest mates.
 
@@ -321,7 +356,7 @@ def _arrange(
 def _plan(
     grid: list[dict[Coordinate, int]], shape: JobShape, standbys: Mapping[int, Coordinate | None], sharing: Sharing
 ) -> ParallelPlan:
-    counts = shape.shares(len(grid) // sharing.context, sharing.in_step)
+    counts = shape.shares(len(grid) // sharing.context, sharing)
     shares = [share for share in deal(counts) for _ in range(sharing.context)]
     return ParallelPlan(
         replicas=tuple(

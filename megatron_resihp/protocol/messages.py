@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
-from megatron_resihp.coding import Between
+from megatron_resihp.coding import Between, Repeated
 from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.logs import LogPage, LogsWanted
 from megatron_resihp.protocol.records import Record
@@ -37,7 +37,7 @@ class JobStarted:
     """A worker that was there at the start says what job this is."""
 
     worker: Worker
-    job: JobDescription
+    job: Annotated[JobDescription, Repeated()]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class JoinRequest:
     """A worker that was not there at the start is ready for a place in a plan; it holds nothing."""
 
     worker: Worker
-    job: JobDescription
+    job: Annotated[JobDescription, Repeated()]
 
 
 @dataclass(frozen=True)

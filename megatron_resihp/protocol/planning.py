@@ -96,7 +96,8 @@ class PlanFound:
         iteration_s: seconds of its pipelines in an iteration.
         current_s: the same of the plan in force as things are; None: it can't go on.
         healthy_s: the same of the plan in force if all its workers were well.
-        moving_s: how long the job stands still to get there.
+        moving_s: how long the job stands still to get there, for new process groups and for state that is sent.
+        sending_s: the same for state only.
         bound_s: what no plan can beat.
     """
 
@@ -106,6 +107,7 @@ class PlanFound:
     current_s: Finite | None
     healthy_s: Finite
     moving_s: Finite
+    sending_s: Finite
     bound_s: Finite
 
 

@@ -8,9 +8,9 @@ within it; it is done with it when its record names iteration n + 1. What surviv
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
-from megatron_resihp.coding import Holds
+from megatron_resihp.coding import Holds, Repeated
 from megatron_resihp.protocol.values import Epoch, Natural
 
 
@@ -20,6 +20,9 @@ def _have_totals(counters: dict[str, Any]) -> bool:
 
 Counters = Annotated[dict[str, Any], Holds(_have_totals, "counters: their 'totals' are a list or an object")]
 """Megatron's, by name; those of workers that follow the losses have their `totals`."""
+TIMES: Final[tuple[str, ...]] = ("interval_s", "started")
+"""Counters that each worker has by its own clock: seconds that the next line of Megatron's log is about, and the Unix
+time at which it was started."""
 
 
 class IterationPhase(IntEnum):
@@ -84,16 +87,23 @@ class Record:
         position: which of the calls it is in that all workers make together: 0 is train(), the others follow it.
         loss_names: what losses are called, if it knows.
         outcomes: agreed outcomes that it knows, of this iteration and the one before.
-        counters: Megatron's counters as they were at the start of this iteration and of the one before.
+        counters: Megatron's counters as they were at the start of this iteration and of the one before, but for TIMES.
+            So they are the same on all workers of a stage, and the coordinator need not read them from each.
+        times: the counters TIMES, likewise.
     """
 
     iteration: Natural
     stage: IterationPhase
     works: bool = True
-    outcomes: dict[Natural, Outcome] = field(default_factory=dict)
-    counters: dict[Natural, Counters] = field(default_factory=dict)
+    outcomes: Annotated[dict[Natural, Outcome], Repeated()] = field(default_factory=dict)
+    counters: Annotated[dict[Natural, Counters], Repeated()] = field(default_factory=dict)
     position: Natural = 0
     loss_names: tuple[str, ...] = ()
+    times: dict[Natural, dict[str, Any]] = field(default_factory=dict)
+
+    def counters_at(self, iteration: int) -> dict[str, Any]:
+        """All its counters at the start of an iteration that it has been in."""
+        return {**self.counters[iteration], **self.times.get(iteration, {})}
 
     @property
     def applied(self) -> int:

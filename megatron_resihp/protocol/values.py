@@ -18,7 +18,7 @@ MOST_MICRO_BATCHES: Final = 1_000_000
 
 
 def _is_shard(shard: Shard) -> bool:
-    bounded = all(0 <= number <= MOST_LAYERS for number in shard)
+    bounded = min(shard) >= 0 and max(shard) <= MOST_LAYERS
     cut = shard.tp_rank < shard.tp_degree <= MOST_SHARES and shard.expert_rank < shard.expert_degree <= MOST_SHARES
     in_groups = not shard.expert_members or shard.tp_degree % shard.expert_members == 0
     return bounded and shard.first <= shard.end and cut and in_groups

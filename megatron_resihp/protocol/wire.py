@@ -3,17 +3,20 @@
 
 All texts are written and read here. A malformed text is refused by an error that names its sender and the field. Fields
 that a newer minor version has added are ignored; another major version is refused.
-May import `coding` and this package's `version`.
+May import `coding` and this package's `version` and `repeated`.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from json.encoder import encode_basestring_ascii
 from typing import Any, Final
 
-from megatron_resihp.coding import EXACT, Tolerance, WrongValueError, decode, encode
+from megatron_resihp.coding import EXACT, Tolerance, WrongValueError, decode, encode, repeated_fields
+from megatron_resihp.protocol.repeated import Parts
 from megatron_resihp.protocol.version import MINOR, VERSION, minor_of
 
 LARGEST: Final = 8 * 1024 * 1024
@@ -26,6 +29,8 @@ NOBODY: Final = "somebody"
 
 
 _NAMES: Final = frozenset({"protocol", "kind", "sender", "id", "body"})
+_BEGINNING: Final = re.compile(r'\{"protocol": "([^"\\]*)", "kind": "(\w+)", ')
+"""Of a text as it is written here: the protocol's version and the kind."""
 
 
 class MalformedError(Exception):
@@ -40,11 +45,14 @@ class Letter[T]:
         sender: a process, in words.
         body: what it says.
         id: that no other letter has; None: a letter that is not sent again.
+        said: the text of the body, in one line, if it is one that this version reads without tolerance; empty: it is
+            not. It says the same as the body.
     """
 
     sender: str
     body: T
     id: str | None = None
+    said: str = field(default="", compare=False)
 
 
 class Kinds[T]:
@@ -58,6 +66,7 @@ class Kinds[T]:
     def __init__(self, kinds: Iterable[type[T]], what: str) -> None:
         self._kinds = {kind.__name__: kind for kind in kinds}
         self._what = what
+        self._parts: dict[str, Parts | None] = {}
 
     @property
     def classes(self) -> tuple[type[T], ...]:
@@ -77,6 +86,30 @@ class Kinds[T]:
         Raises:
             MalformedError: nothing of these kinds.
         """
+        parts = self._parts_of(text)
+        if parts is not None:
+            try:
+                short, known = parts.cut(text)
+                letter = self._read(short, text, known)
+                if not known:
+                    return letter
+            except (ValueError, RecursionError, WrongValueError, MalformedError):
+                pass  # It is read as a whole, which tells what is wrong with it.
+        return self._read(text, text)
+
+    def _parts_of(self, text: str) -> Parts | None:
+        """What may be known of a text; None: nothing."""
+        beginning = _BEGINNING.match(text)
+        if beginning is None or beginning[1] != VERSION or len(text) > LARGEST:
+            return None
+        name = beginning[2]
+        if name not in self._parts:
+            fields = repeated_fields(self._kinds[name]) if name in self._kinds else {}
+            self._parts[name] = Parts(fields) if fields else None
+        return self._parts[name]
+
+    def _read(self, text: str, whole: str, known: dict[str, Any] | None = None) -> Letter[T]:
+        """As `read`. `known`: instances by the words that stand for them; `whole`: the text that has none."""
         who, what = NOBODY, self._what
         try:
             value = _parsed(text)
@@ -94,9 +127,22 @@ class Kinds[T]:
                 raise WrongValueError("is missing", "body")
             if len(value) > len(_NAMES) - ("id" not in value) and not tolerance.unknown:
                 raise WrongValueError("is unknown", min(value.keys() - _NAMES)[:60])
-            return Letter(sender, decode(self._kinds[name], value["body"], tolerance), id)
+            exact = tolerance == EXACT
+            body = decode(self._kinds[name], value["body"], Tolerance(known=known) if known and exact else tolerance)
+            return Letter(sender, body, id, _said(whole, name, sender, id) if exact else "")
         except WrongValueError as error:
             raise MalformedError(f"{what} from {who}: {error}") from None
+
+
+def _said(text: str, kind: str, sender: str, id: str | None) -> str:
+    """The text of a letter's body; see `Letter.said`."""
+    before = f'{{"protocol": "{VERSION}", "kind": "{kind}", "sender": {_quoted(sender)}, "id": {_quoted(id)}, "body": '
+    in_one_line = text.isascii() and "\n" not in text and "\r" not in text
+    return text[len(before) : -1] if in_one_line and text.startswith(before) and text.endswith("}") else ""
+
+
+def _quoted(text: str | None) -> str:
+    return "null" if text is None else encode_basestring_ascii(text)
 
 
 def _text_in(value: Mapping[str, Any], name: str) -> str:

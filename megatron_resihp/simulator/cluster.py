@@ -15,10 +15,10 @@ import numpy as np
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.planner import NoPlanError
-from megatron_resihp.planner.evaluation import evaluate, iteration_times
+from megatron_resihp.planner.evaluation import iteration_times
 from megatron_resihp.planner.health import Health
-from megatron_resihp.planner.moves import seconds_to_get_there
-from megatron_resihp.planner.strategies.common import require_state
+from megatron_resihp.planner.moves import seconds_to_move
+from megatron_resihp.planner.running import AS_PLANNED, Running
 from megatron_resihp.planner.strategies.registry import Change, Entry, ReactsTo
 from megatron_resihp.simulator.traces import Event, Trace, What
 
@@ -121,20 +121,20 @@ class Judge:
         self._iteration_s: dict[object, float] = {}
         self._plans: dict[object, tuple[ParallelPlan | str, float]] = {}
 
-    def iteration_s(self, plan: ParallelPlan, health: Health) -> float:
-        """Mean seconds of an iteration."""
-        key = (plan.digest, _key(health))
+    def iteration_s(self, plan: ParallelPlan, health: Health, running: Running = AS_PLANNED) -> float:
+        """Mean seconds of an iteration. Baselines that run plans otherwise know typical micro-batches only."""
+        key = (plan.digest, _key(health), running)
         if key not in self._iteration_s:
-            self._iteration_s[key] = self._mean_iteration_s(plan, health)
+            self._iteration_s[key] = self._mean_iteration_s(plan, health, running)
         return self._iteration_s[key]
 
-    def _mean_iteration_s(self, plan: ParallelPlan, health: Health) -> float:
-        if self._squares.size:
+    def _mean_iteration_s(self, plan: ParallelPlan, health: Health, running: Running) -> float:
+        if self._squares.size and running is AS_PLANNED:
             return float(iteration_times(plan, health, self.cost, self._squares).mean())
-        return evaluate(plan, health, self.cost).iteration_s
+        return running.evaluate(plan, health, self.cost).iteration_s
 
-    def samples_per_s(self, plan: ParallelPlan, health: Health) -> float:
-        return self.cost.micro_batches * self.cost.training.micro_batch_size / self.iteration_s(plan, health)
+    def samples_per_s(self, plan: ParallelPlan, health: Health, running: Running = AS_PLANNED) -> float:
+        return self.cost.micro_batches * self.cost.training.micro_batch_size / self.iteration_s(plan, health, running)
 
     def plan(self, entry: Entry, plan: ParallelPlan, health: Health) -> tuple[ParallelPlan, float]:
         """A strategy's next plan, and the seconds that it took to find.
@@ -300,10 +300,10 @@ class _Session:
         moving_s = self._moving_s(after, health, broken)
         if broken:
             noticed = start + self._delays.detect_dead_s + planning_s
-            ready = noticed + moving_s + 0.5 * self._judge.iteration_s(after, health)
+            ready = noticed + moving_s + 0.5 * self._judge.iteration_s(after, health, self._entry.running)
             self._add(start, min(end, noticed), 0.0, STOPPED)
         else:
-            iteration_s = self._judge.iteration_s(self._plan, health)
+            iteration_s = self._judge.iteration_s(self._plan, health, self._entry.running)
             noticed = start + self._delays.detect_slow_iterations * iteration_s + planning_s
             ready = noticed + moving_s
             self._add(start, min(end, noticed), self._rate(health), NOTICING)
@@ -329,7 +329,8 @@ class _Session:
         if after == self._plan and not broken:
             return 0.0
         if self._entry.change is Change.IN_PLACE and not self._state_is_lost(health):
-            return max(self._judge.cost.rebuild_s, seconds_to_get_there(self._plan, after, self._judge.cost))
+            moved = self._entry.running.bytes_to_move(self._plan, after, self._judge.cost)
+            return seconds_to_move(moved, self._judge.cost)
         cost, delays = self._judge.cost, self._delays
         if broken:
             self._lose()
@@ -339,7 +340,7 @@ class _Session:
 
     def _state_is_lost(self, health: Health) -> bool:
         try:
-            require_state(self._plan, health)
+            self._entry.running.require_state(self._plan, health, self._judge.cost)
         except NoPlanError:
             return True
         return False
@@ -353,7 +354,7 @@ class _Session:
         self._lost_until_s = now
 
     def _rate(self, health: Health) -> float:
-        return self._judge.samples_per_s(self._plan, health)
+        return self._judge.samples_per_s(self._plan, health, self._entry.running)
 
     def _add(self, start: float, end: float, samples_per_s: float, what: str) -> None:
         if end > start:

@@ -16,7 +16,7 @@ from megatron_resihp.simulator.cluster import Delays
 from megatron_resihp.simulator.documents import Regime, draw_squares
 from megatron_resihp.simulator.json_table import Table, TableError
 from megatron_resihp.simulator.scenario import Scenario, ScenarioError
-from megatron_resihp.simulator.sizes import Sizes, SizesError, a100
+from megatron_resihp.simulator.sizes import Sizes, SizesError, a100, sharers_of_experts
 from megatron_resihp.simulator.traces import HOUR, Event, Trace, What
 
 DRAWS: Final = 8
@@ -77,6 +77,7 @@ def _sizes(job: Table) -> Sizes:
         recompute=_recompute(job.text("recompute", "none")),
         sequence_parallel=job.flag("sequence_parallel"),
         distributed_optimizer=job.flag("distributed_optimizer"),
+        expert_loads=_loads(job),
     )
     device = a100(
         flops=job.number("tflops", 312.0, above=0.0) * 1e12,
@@ -85,16 +86,28 @@ def _sizes(job: Table) -> Sizes:
         reserve=_reserve(job),
         gbps=job.number("gbps", 25.0, above=0.0),
     )
-    degrees = {"tensor": job.whole("tp", 1), "pipeline": job.whole("pp", 1), "data": job.whole("dp", 1)}
+    tensor, context = job.whole("tp", 1), job.whole("cp", 1)
+    expert, expert_tensor = job.whole("ep", 1), job.whole("etp", tensor)
+    data = context * job.whole("dp", 1)
+    degrees = {"tensor": tensor, "pipeline": job.whole("pp", 1), "data": data, "context": context}
     micro_batches, per_node = job.whole("micro_batches", 64), job.whole("workers_per_node", 8)
     # Before missing keys are reported, as a key may be there but misspelt.
     job.nothing_else()
     if not name:
         raise ScenarioError(f"job: model is missing; known are {', '.join(PRESETS)}")
+    experts, members = sharers_of_experts(expert, expert_tensor, tensor)
     return Sizes(
         model=preset(name), training=training, device=device, **degrees, micro_batches=micro_batches,
-        workers_per_node=per_node,
+        workers_per_node=per_node, experts=experts, members=members,
     )  # fmt: skip
+
+
+def _loads(job: Table) -> tuple[float, ...]:
+    loads = job.list("expert_loads")
+    numbers = all(isinstance(each, int | float) and not isinstance(each, bool) and 0 <= each < _NEVER for each in loads)
+    if not numbers or (loads and not sum(loads)):
+        raise ScenarioError("job.expert_loads must be finite numbers of at least 0, not all 0")
+    return tuple(map(float, loads))
 
 
 def _reserve(job: Table) -> float:

@@ -4,7 +4,7 @@
 Imports `plan`, `cost` and `planner`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from megatron_resihp.config import MEMORY_RESERVE
@@ -15,7 +15,7 @@ from megatron_resihp.cost.memory import check_plan
 from megatron_resihp.cost.parts import ShardError
 from megatron_resihp.cost.room import usable
 from megatron_resihp.cost.training import Training
-from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, Replica, deal, even_counts
+from megatron_resihp.plan import Chunk, OwnSplit, ParallelPlan, PlanError, Replica, deal, even_counts
 from megatron_resihp.plan.layers import chunks_from
 from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.planner.uniform import can_share_sequence, context_degrees, expert_degrees, sharings
@@ -59,10 +59,12 @@ class Sizes:
 
     Attributes:
         model, training, device: the model, its training settings and the devices.
-        tensor, pipeline, data: degrees of parallelism at the start.
+        tensor, pipeline: degrees of parallelism at the start.
+        data: replicas at the start, among them those that share sequences.
         micro_batches: per global batch, over all replicas.
         workers_per_node: worker w lives on node w // workers_per_node.
         context, experts: how many replicas share each sequence, and each layer's experts.
+        members: of a stage that have the same experts; 0: all have (see `ParallelPlan.expert_members`).
     """
 
     model: Model
@@ -75,20 +77,40 @@ class Sizes:
     workers_per_node: int = 8
     context: int = 1
     experts: int = 1
+    members: int = 0
 
     @property
     def workers(self) -> int:
         return self.tensor * self.pipeline * self.data
 
+    @property
+    def title(self) -> str:
+        """The layout in words."""
+        context = f" × CP {self.context}" if self.context > 1 else ""
+        expert = self.experts * self.groups
+        experts = f", EP {expert} × ETP {self.tensor // self.groups}" if expert > 1 else ""
+        layout = f"TP {self.tensor}{context} × PP {self.pipeline} × DP {self.data // self.context}{experts}"
+        return f"{self.workers} GPUs, {layout}, {self.micro_batches} micro-batches"
+
+    @property
+    def groups(self) -> int:
+        """Groups of a stage's members that have other experts each."""
+        return self.tensor // (self.members or self.tensor)
+
     def cost(self) -> JobCost:
+        sharings = self._sharings()
         return JobCost(
             model=self.model,
-            training=self.training,
+            training=replace(
+                self.training,
+                expert_groups=self.groups,
+                shared_by=OwnSplit(start_chunks(self.model, self.pipeline), self.tensor),
+            ),
             device=self.device,
             micro_batches=self.micro_batches,
             workers_per_node=self.workers_per_node,
-            sharings=self._sharings(),
-            replica_workers=self.tensor * self.pipeline if self.context * self.experts > 1 else None,
+            sharings=sharings,
+            replica_workers=self.tensor * self.pipeline if sharings != (Sharing(),) else None,
         )
 
     def _sharings(self) -> tuple[Sharing, ...]:
@@ -99,9 +121,9 @@ class Sizes:
         """
         members = self.tensor if self.training.sequence_parallel else 1
         contexts = context_degrees(self.context, self.training.sequence_length, members)
-        experts = expert_degrees(self.experts, self.model.experts)
+        experts = expert_degrees(self.experts, self.model.experts // self.groups)
         try:
-            return sharings(contexts, experts)
+            return sharings(contexts, experts, self.members)
         except ValueError as error:
             raise SizesError(str(error)) from None
 
@@ -116,7 +138,9 @@ class Sizes:
         shares = deal(even_counts(self.micro_batches, self.data // self.context))
         rows = (Replica(self._stages(r), shares[r // self.context], chunks) for r in range(self.data))
         try:
-            plan = ParallelPlan(tuple(rows), context_parallel=self.context, expert_parallel=self.experts)
+            plan = ParallelPlan(
+                tuple(rows), context_parallel=self.context, expert_parallel=self.experts, expert_members=self.members
+            )
             check_plan(plan, self.model, self.training, self.device.memory)
         except PlanError as error:
             raise SizesError(f"the layout at the start can't be run: {error}") from None
@@ -147,11 +171,32 @@ class Sizes:
         tokens = self.training.sequence_length
         if not can_share_sequence(self.context, tokens, members):
             raise SizesError(f"{self.context} replicas can't share the {tokens} tokens of a sequence evenly")
-        if self.experts > 1 and (not self.model.experts or self.model.experts % self.experts):
-            raise SizesError(f"{self.experts} replicas can't share the {self.model.experts} experts of a layer evenly")
+        expert = self.experts * self.groups
+        if expert > 1 and (not self.model.experts or self.model.experts % expert):
+            raise SizesError(f"EP {expert} can't share the {self.model.experts} experts of a layer evenly")
         loads = len(self.training.expert_loads)
         if loads and loads != self.model.experts:
             raise SizesError(f"there are loads of {loads} experts; a layer has {self.model.experts}")
+
+
+def sharers_of_experts(expert: int, expert_tensor: int | None, tensor: int) -> tuple[int, int]:
+    """Megatron's degrees → how many replicas share each layer's experts, and `Sizes.members`.
+
+    Args:
+        expert, expert_tensor: Megatron's; None: as `tensor`.
+        tensor: tensor-parallel degree.
+
+    Raises:
+        SizesError: members of a stage would have the same experts, which no plan says.
+    """
+    if expert_tensor in (None, tensor):
+        return expert, 0
+    if tensor % expert_tensor:
+        raise SizesError(f"ETP {expert_tensor} doesn't divide TP {tensor}")
+    replicas, rest = divmod(expert, tensor // expert_tensor)
+    if rest or not replicas:
+        raise SizesError(f"EP {expert} x ETP {expert_tensor} isn't a multiple of TP {tensor}")
+    return replicas, expert_tensor
 
 
 def start_chunks(model: Model, stages: int) -> tuple[Chunk, ...]:

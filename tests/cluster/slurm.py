@@ -91,8 +91,13 @@ class Slurm:
 
     def job(self, number: int) -> dict[str, str]:
         """What SLURM says of a job: JobState, ExitCode, Restarts, NodeList, ..."""
-        words = self.ask("scontrol", "--oneliner", "show", "job", str(number)).split()
-        return dict(word.split("=", 1) for word in words if "=" in word)
+        (job,) = self.jobs(number)
+        return job
+
+    def jobs(self, number: int) -> list[dict[str, str]]:
+        """The same of each job of an array."""
+        lines = self.ask("scontrol", "--oneliner", "show", "job", str(number)).splitlines()
+        return [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines if line]
 
     def await_state(self, number: int, *states: str, timeout_s: float) -> dict[str, str]:
         """Wait until a job is in one of these states."""

@@ -102,6 +102,25 @@ def test_training_needs_no_slurmd(slurm: Slurm, train: Train, reference: RunSumm
     check(training, reference)
 
 
+def test_a_chain_trains_from_one_time_limit_to_the_next(slurm: Slurm, train: Train, reference: RunSummary) -> None:
+    """SLURM itself warns the first job of its end. The last one has nothing left to do."""
+    training = train(nodes=3, options=["--array=1-3%1", "--time=2", "--signal=USR1@45"])
+    slurm.eventually("the job is warned", lambda: "the job ends after an iteration" in training.output(), EVENT_S)
+    training.wish("go_on")
+    slurm.eventually("the chain is over", lambda: len(ends(slurm, training)) == 3, EVENT_S)
+    first, *others = ends(slurm, training)
+    assert first == ("FAILED", "138:0") and set(others) == {("COMPLETED", "0:0")}, training.output()
+    assert "the chain has ended with 0" in training.output()
+    check(training, reference, first=HELD + 1)
+
+
+def ends(slurm: Slurm, training: Training) -> list[tuple[str, str]]:
+    """State and exit code of each job of an array that is over, in their order."""
+    jobs = slurm.jobs(training.number)
+    over = [job for job in jobs if job["JobState"] not in ("PENDING", "RUNNING", "COMPLETING")]
+    return [(job["JobState"], job["ExitCode"]) for job in sorted(over, key=lambda job: int(job["ArrayTaskId"]))]
+
+
 def test_a_job_that_is_warned_of_its_end_continues_after_it(slurm: Slurm, train: Train, reference: RunSummary) -> None:
     """SLURM's warning saves the job and ends it. It is queued again and loads what it has saved."""
     training = train(nodes=3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,24 +29,27 @@ class Training:
 
     Args:
         directory: that it is submitted from.
+        options: of sbatch.
         environment: variables for the batch script.
     """
 
-    def __init__(self, slurm: Slurm, directory: Path, nodes: int, **environment: str) -> None:
+    def __init__(
+        self, slurm: Slurm, directory: Path, nodes: int, options: Sequence[str] = (), **environment: str
+    ) -> None:
         self._slurm = slurm
         self.directory = directory
         self._environment: Mapping[str, str] = {
             **JOB_ENVIRONMENT, "RESIHP_BIN": str(RESIHP.parent), "RESIHP_LAUNCH": "--stand-in", **environment
         }  # fmt: skip
         command = [str(WISHING), *ARGUMENTS, "--save", str(directory / "checkpoints"), "--save-interval", "100"]
-        self.number = self.submit("job.sbatch", *command, nodes=nodes)
+        self.number = self.submit("job.sbatch", *command, nodes=nodes, options=options)
         self.run_dir = directory / "resihp-runs" / f"slurm-{self.number}"
         self.wish(f"hold-0-{HELD}")
 
-    def submit(self, script: str, *arguments: str, nodes: int) -> int:
-        """Submit one of the shipped scripts from the job's directory."""
+    def submit(self, script: str, *arguments: str, nodes: int, options: Sequence[str] = ()) -> int:
+        """Submit one of the shipped scripts from the job's directory. `options`: of sbatch."""
         path = REPOSITORY / "scripts" / "slurm" / script
-        options = [f"--nodes={nodes}", "--gpus-per-node=1", "--signal=USR1@5"]
+        options = [f"--nodes={nodes}", "--gpus-per-node=1", "--signal=USR1@5", *options]
         return self._slurm.submit(
             *options, str(path), *arguments, directory=self.directory, environment=self._environment
         )

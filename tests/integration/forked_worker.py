@@ -25,11 +25,11 @@ def fork_worker(spec: WorkerSpec) -> int:
 
     def work() -> NoReturn:
         # The file descriptors are opened anew, and these objects must not close them.
-        spec.liveness.detach()
-        spec.records.detach()
+        for sock in spec.sockets:
+            sock.detach()
         bootstrap.main(spec.command)
 
-    return fork_process(spec.environment, spec.output, work, (spec.liveness.fileno(), spec.records.fileno()))
+    return fork_process(spec.environment, spec.output, work, [sock.fileno() for sock in spec.sockets])
 
 
 def fork_process(

@@ -27,7 +27,7 @@ from launched import Launched, eventually
 from megatron_resihp.cli import main
 from megatron_resihp.control import exit_codes
 from megatron_resihp.control.coordination.actions import Limits
-from megatron_resihp.control.coordination.decisions.entries import Began, CoordinatorFailed, Step
+from megatron_resihp.control.coordination.decisions.entries import Began, CoordinatorFailed, Step, line_of
 from megatron_resihp.control.coordination.decisions.reading import UnusableError
 from megatron_resihp.control.coordination.decisions.recorded import UnrecordedError
 from megatron_resihp.control.head import etcd_log
@@ -207,24 +207,33 @@ class TestLog:
         large = step(2, characters=3_000_000)
         with closing(Leadership(place)) as leader, closing(log_of(leader)) as log:
             for entry in (BEGAN, step(1), large, step(3)):
-                log.write(entry)
+                log.write([line_of(entry)])
             held = leader.gateway().get(place.entry(3))
             assert held is not None and held.value.startswith(b"pieces 4 ")
         read = read_etcd_decisions(place)
         assert (read.began, read.steps, read.problem) == (BEGAN, (step(1), large, step(3)), "")
 
+    def test_what_is_decided_at_once_is_one_entry(self, place: Location) -> None:
+        steps = tuple(map(step, range(1, 1000)))
+        with closing(Leadership(place)) as leader, closing(log_of(leader)) as log:
+            log.write([line_of(BEGAN)])
+            log.write([line_of(each) for each in steps])
+            assert len(list(leader.gateway().all(*place.entries))) == 2
+        read = read_etcd_decisions(place)
+        assert (read.steps, read.problem, read.last) == (steps, "", 2)
+
     def test_the_last_run_is_read(self, place: Location) -> None:
         for entries in ([BEGAN, step(1), step(2)], [BEGAN, step(1, "later")]):
             with closing(Leadership(place)) as leader, closing(log_of(leader)) as log:
                 for entry in entries:
-                    log.write(entry)
+                    log.write([line_of(entry)])
         assert read_etcd_decisions(place).steps == (step(1, "later"),)
 
     def test_long_ones_are_read_page_by_page(self, place: Location) -> None:
         steps = tuple(map(step, range(1, 80)))
         with closing(Leadership(place)) as leader, closing(log_of(leader)) as log:
             for entry in (BEGAN, *steps):
-                log.write(entry)
+                log.write([line_of(entry)])
         assert read_etcd_decisions(place).steps == steps
 
     def test_an_answer_that_is_lost_makes_no_second_entry(
@@ -246,7 +255,7 @@ class TestLog:
         with closing(Leadership(place)) as leader, closing(log_of(leader)) as log:
             monkeypatch.setattr(Gateway, "transact", once)
             for entry in (BEGAN, large, step(2)):
-                log.write(entry)
+                log.write([line_of(entry)])
         assert len(lost) == 5
         read = read_etcd_decisions(place)
         assert (read.steps, read.problem) == ((large, step(2)), "")
@@ -254,42 +263,42 @@ class TestLog:
 
     def test_who_leads_no_more_writes_nothing(self, place: Location) -> None:
         with closing(Leadership(place)) as deposed, closing(log_of(deposed)) as log:
-            log.write(BEGAN)
+            log.write([line_of(BEGAN)])
             lapse(deposed, deposed.gateway())
             said = f"{place} is led by process"
             with closing(Leadership(place)), pytest.raises(UnrecordedError, match=said):
-                log.write(step(1))
+                log.write([line_of(step(1))])
         assert read_etcd_decisions(place).steps == ()
 
     def test_who_leads_again_writes_on(self, place: Location) -> None:
         with closing(Leadership(place)) as lapsed, closing(log_of(lapsed)) as log:
-            log.write(BEGAN)
+            log.write([line_of(BEGAN)])
             lapse(lapsed, lapsed.gateway())
-            log.write(step(1))
+            log.write([line_of(step(1))])
         assert read_etcd_decisions(place).steps == (step(1),)
 
     def test_unless_another_has_written_meanwhile(self, place: Location) -> None:
         with closing(Leadership(place)) as lapsed, closing(log_of(lapsed)) as log:
-            log.write(BEGAN)
+            log.write([line_of(BEGAN)])
             lapse(lapsed, lapsed.gateway())
             with closing(Leadership(place)) as other, closing(log_of(other)) as others:
-                others.write(BEGAN)
+                others.write([line_of(BEGAN)])
             with pytest.raises(UnrecordedError, match="has decisions of another job since this one has led it"):
-                log.write(step(1))
+                log.write([line_of(step(1))])
         assert read_etcd_decisions(place).steps == ()
 
     def test_who_takes_over_writes_nothing_where_more_was_decided_than_it_has_read(self, place: Location) -> None:
         with closing(Leadership(place)) as first, closing(log_of(first)) as log:
-            log.write(BEGAN)
+            log.write([line_of(BEGAN)])
             lapse(first, first.gateway())
             with closing(Leadership(place)) as second:
                 read = read_etcd_decisions(place)
                 lapse(second, second.gateway())
-                log.write(step(1))
+                log.write([line_of(step(1))])
                 lapse(first, first.gateway())
                 later = EtcdLog(second, threading.Event(), read.last)
                 with closing(later), pytest.raises(UnrecordedError, match="has decisions of another job"):
-                    later.write(step(1, "without it"))
+                    later.write([line_of(step(1, "without it"))])
         assert read_etcd_decisions(place).steps == (step(1),)
 
     @pytest.mark.nightly
@@ -297,16 +306,16 @@ class TestLog:
         """etcd keeps what it had when it was killed."""
         with closing(Etcd(tmp_path)) as etcd, closing(Leadership(etcd.location())) as leader:
             with closing(log_of(leader)) as log:
-                log.write(BEGAN)
+                log.write([line_of(BEGAN)])
                 etcd.kill(0)
                 starter = threading.Timer(1.0, etcd.start, (0,))
                 starter.start()
-                log.write(step(1))
+                log.write([line_of(step(1))])
                 starter.join()
                 etcd.kill(0)
                 monkeypatch.setattr(etcd_log, "PATIENCE_S", 0.2)
                 with pytest.raises(UnrecordedError, match="nothing could be decided for 0 s: etcd doesn't answer"):
-                    log.write(step(2))
+                    log.write([line_of(step(2))])
             etcd.start(0)
             assert read_etcd_decisions(etcd.location()).steps == (step(1),)
 
@@ -316,13 +325,13 @@ class TestLog:
         with closing(Leadership(place)) as leader, closing(EtcdLog(leader, over)) as log:
             log._gateway = Gateway(Location((Address("127.0.0.1", 1),), "run"))
             with pytest.raises(UnrecordedError, match="the job is over"):
-                log.write(BEGAN)
+                log.write([line_of(BEGAN)])
 
     def test_what_is_damaged_is_named(self, place: Location) -> None:
         large = step(2, characters=1_200_000)
         with closing(Leadership(place)) as leader, closing(log_of(leader)) as log:
             for entry in (BEGAN, step(1), large, step(3)):
-                log.write(entry)
+                log.write([line_of(entry)])
             gateway = leader.gateway()
             for piece, said in ((b"other", "its pieces are not those that were written"), (None, "its piece 1 is")):
                 key = place.piece(3, 1)

@@ -34,6 +34,8 @@ from jobs import (
     tiny,
 )
 from launched import is_alive
+from test_additional_rounds import FOUR as SHARED_BY_FOUR
+from test_additional_rounds import counts
 from test_async_saves import ASYNC
 from test_checkpoints import as_stock_says, rest_of, save, stock_losses
 from test_context_parallelism import OPTIMIZER, SHARED, TENSOR, degrees
@@ -278,6 +280,14 @@ def test_fewer_workers_share_each_sequence(jobs: Jobs, layout: dict[str, Any]) -
     job = jobs.run(tiny(**model, resihp_inject="kill:3@4:backward"), workers=4)
     check_training(job, reference)
     assert [context for context, _ in degrees(job)] == [2, 1]
+
+
+def test_survivors_that_share_experts_have_unequal_numbers_of_micro_batches(jobs: Jobs) -> None:
+    """The script's own forward step and loss run in the rounds that count nothing, too."""
+    model = SHARED_BY_FOUR | OPTIMIZER
+    job = jobs.run(tiny(**model, resihp_inject="kill:3@3:backward"), workers=4)
+    check_training(job, jobs.reference(tiny(**model), workers=4))
+    assert counts(job) == [[2, 2, 2, 2], [3, 3, 2]]
 
 
 def test_gated_delta_nets_through_a_death_and_in_stages_of_other_degrees(jobs: Jobs, tmp_path: Path) -> None:

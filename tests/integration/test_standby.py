@@ -23,7 +23,7 @@ from megatron_resihp.control.commands.launch_options import LaunchError, LaunchO
 from megatron_resihp.control.commands.launcher import NoEvents
 from megatron_resihp.control.commands.seat import Seat
 from megatron_resihp.control.commands.standby import JobIsOver
-from megatron_resihp.control.coordination.decisions.entries import Began, Entry
+from megatron_resihp.control.coordination.decisions.entries import Began, Entry, line_of
 from megatron_resihp.control.head.etcd_log import EtcdLog
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.etcd.gateway import Gateway, Put
@@ -76,7 +76,7 @@ class First:
     def decide(self, *decided: Entry) -> None:
         """It leads again, if its lease has lapsed and no other leads."""
         for entry in decided:
-            self._log.write(entry)
+            self._log.write([line_of(entry)])
 
     def lapse(self) -> None:
         """etcd has not heard of it for too long."""

@@ -23,10 +23,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_resihp.control.node import environment
-from megatron_resihp.control.transport.address import parse_address
 from megatron_resihp.control.transport.lasting import LastingStore
-from megatron_resihp.control.transport.secret import own_secret
-from megatron_resihp.control.transport.store_client import connect
+from megatron_resihp.control.transport.store_client import StoreClient, open_connection
 from megatron_resihp.control.worker.client import WorkerControl
 from megatron_resihp.control.worker.errors import EpochBroken, JobEnded, UnreachableError
 from megatron_resihp.control.worker.heard import NO_EPOCH
@@ -146,8 +144,8 @@ def main() -> None:
     if asked(f"knock_{WORKER}"):
         port = int((RUN_DIR / f"knock_{WORKER}").read_text())
         connection = socket.create_connection(("127.0.0.1", port))  # noqa: F841  # Held open.
-    client = connect(parse_address(os.environ["RESIHP_STORE"]), own_secret(), 30.0, environment.leaders())
-    store = LastingStore(client) if client.connection.leaders else client
+    client = StoreClient(open_connection(environment.way_to_store(), 30.0))
+    store = LastingStore(client) if client.connection.way.is_led_on else client
     news = threading.Event()
     door = Door(own_address_towards(store.address.host)).address
     control = WorkerControl(store, WORKER, news.set, NO_EPOCH if NEWCOMER else 0, door)

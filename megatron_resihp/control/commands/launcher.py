@@ -57,7 +57,8 @@ from megatron_resihp.control.transport.node_liveness import (
 )
 from megatron_resihp.control.transport.shipping import Relay, Uplink
 from megatron_resihp.control.transport.store import Store, StoreError
-from megatron_resihp.control.transport.store_client import connect
+from megatron_resihp.control.transport.store_client import Direct, StoreClient, open_connection
+from megatron_resihp.control.transport.store_relay import StoreRelay
 from megatron_resihp.control.worker.saved_state import last_save
 from megatron_resihp.events.bus import EventBus
 from megatron_resihp.events.detection import Verdict
@@ -121,11 +122,14 @@ def _launch(options: LaunchOptions, spawn: Spawn, make_event_sink: MakeEventSink
         stack.enter_context(mailbox.signals())
         watcher = stack.enter_context(closing(Watcher(options.heartbeat_timeout_s, options.notice_timeout_s)))
         relay = Relay(seat.secret, seat.records, seat.size.most_nodes)
+        # The coordinator's own store goes with it.
+        leaders = Leaders(seat.run_dir) if seat.led_on and not seat.leads else None
+        store = StoreRelay(Direct(seat.address, seat.secret, leaders))
         reaper = stack.enter_context(closing(OrphanReaper()))
         _announce(options, seat)
         try:
             environment = _environment(options, seat)
-            starter = Starter(options.command, environment, outputs, spawn, watcher, relay, reaper)
+            starter = Starter(options.command, environment, outputs, spawn, watcher, relay, store, reaper)
             workers = starter.start_all(seat.numbers)
         except OSError as error:
             give_back(options, seat)
@@ -135,7 +139,7 @@ def _launch(options: LaunchOptions, spawn: Spawn, make_event_sink: MakeEventSink
         if seat.token:
             stack.enter_context(touched(seat.run_dir / FILE_NAME))
         began_at = time.time()
-        ending, failures = _serve(options, seat, starter, workers, watcher, mailbox, relay, reaper)
+        ending, failures = _serve(options, seat, starter, workers, watcher, mailbox, relay, store, reaper)
         outputs.close(CLOSING_S)
         if ending.code:
             # Workers that refuse the job's flags all say the same.
@@ -153,7 +157,6 @@ def _environment(options: LaunchOptions, seat: Seat) -> JobEnvironment:
         node=options.node,
         size=seat.size,
         store=seat.address,
-        secret=seat.secret,
         run_dir=seat.run_dir,
         heartbeat_s=options.heartbeat_s,
         stand_in=options.stand_in,
@@ -171,6 +174,7 @@ def _serve(
     watcher: Watcher,
     mailbox: Mailbox,
     relay: Relay,
+    store: StoreRelay,
     reaper: OrphanReaper,
 ) -> tuple[Ending, list[Worker]]:
     """Watch over the workers until the job is over; returns how it ended, and the workers that failed."""
@@ -184,21 +188,20 @@ def _serve(
         )  # fmt: skip
     headquarters = _open_headquarters(options, seat, mailbox) if seat.leads else None
     uplink, presence = Uplink(seat.secret, seat.led_on), Presence(options.node, seat.name)
+    store.start()
     relay.start(uplink.deliver if headquarters is None else headquarters.detection.inbox.deliver)
     injector = SlowdownInjector({worker.number: (worker.pid, worker.pidfd) for worker in workers})
-    leaders = Leaders(seat.run_dir) if seat.led_on and not seat.leads else None
+    way, token = store.own_way(), seat.token if seat.leads else None
     link = Link(
         # A store's own coordinator knows its run; one that takes over tells it to others only later.
-        lambda: LastingStore(
-            connect(seat.address, seat.secret, options.connect_timeout_s, leaders), seat.token if seat.leads else None
-        ),
+        lambda: LastingStore(StoreClient(open_connection(way, options.connect_timeout_s)), token),
         partial(_introduce, options, seat, uplink, starter, presence),
         mailbox.end,
         lambda slowness: injector.slow(slowness.speeds),
         mailbox.put,
         seat.name,
     )
-    processes = Processes(workers, watcher, injector, reaper)
+    processes = Processes(workers, watcher, store, injector, reaper)
     agent = Agent(
         processes, watcher, mailbox, link, starter, options.max_restarts, nodes, seat.offered, options.node, seat.leads
     )
@@ -212,6 +215,7 @@ def _serve(
     uplink.close()
     presence.close()
     link.close(CLOSING_S)
+    store.close(CLOSING_S)
     if headquarters is not None:
         headquarters.close(ending, CLOSING_S)
     return ending, processes.failures()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many files a launcher has open, connections among them, and how many it may have.
 
-Node 0's serves the store, to which each worker and each agent of the job keeps connections of its own. Counted on jobs
-of 2, 4 and 8 workers, one of which dies and comes back: 40, 54 and 87 at most, that is 24 and 7.8 for each worker.
-Another node of two adds 17, and has 25 itself (`test_nodes`).
+Node 0's serves the store, to which each node has one connection. Counted on jobs of 2, 4 and 8 workers, one of which
+dies and comes back: 49, 66 and 102 at most, that is 31 and 8.8 for each worker. Another node of two adds 8, of which 6
+are for all other nodes, and has 40 itself (`test_nodes`).
 May import: the standard library, `control.job_size` and `control.transport`.
 """
 
@@ -17,18 +17,17 @@ from megatron_resihp.control.transport.gate import UNANSWERED, most_unanswered
 
 OF_ITS_OWN: Final = 64
 """Files that any launcher has open: libraries, logs, planners' processes, connections in the making."""
-PER_OWN_WORKER: Final = 8
-"""Process, liveness connection, measurements, output and log."""
-PER_WORKER: Final = 4
-"""Connections to the store: 3 by the code, and one in the making where a worker comes back."""
-PER_NODE: Final = 10
-"""Liveness connection, stream of measurements and connections to the store: 5 by the code, more while it joins."""
+PER_OWN_WORKER: Final = 13
+"""Process, liveness connection, measurements, output and log; hatch, and what is handed over there: 3 connections to
+the store by the code, and one in the making."""
+PER_NODE: Final = 5
+"""Liveness connection, stream of measurements and connection to the store; more while it joins."""
 
 
 def needed(size: JobSize, node: int) -> int:
     """How many files the launcher of a node has open at most, rounded up."""
     own = OF_ITS_OWN + PER_OWN_WORKER * size.workers_per_node
-    return own if node > 0 else own + PER_WORKER * size.slots + PER_NODE * size.most_nodes + _unanswered(size)
+    return own if node > 0 else own + PER_NODE * size.most_nodes + _unanswered(size)
 
 
 def _unanswered(size: JobSize) -> int:

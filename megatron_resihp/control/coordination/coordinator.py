@@ -27,8 +27,7 @@ from megatron_resihp.control.coordination.actions import (
     Reply,
 )
 from megatron_resihp.control.coordination.bulletin import Bulletin
-from megatron_resihp.control.coordination.decisions.entries import Entry
-from megatron_resihp.control.coordination.decisions.recorded import Recorded, UnrecordedError
+from megatron_resihp.control.coordination.decisions.recorded import Recorded, UnrecordedError, Write
 from megatron_resihp.control.coordination.decisions.succession import Succession
 from megatron_resihp.control.coordination.door import Heard, Reported
 from megatron_resihp.control.coordination.inbox import Inbox
@@ -81,7 +80,7 @@ class Coordinator:
         on_told: called with what all workers are told; must not block.
         write_log: takes what of Megatron's log is to be written; must not block.
         ask_down: asks which of these nodes are down, for an answer by `requests`; None: nobody knows.
-        write_decision: takes what is decided and why, before it is carried out.
+        write_decision: takes what is decided and why, before it is carried out; as of `Recorded`.
         run: the run's token.
         before: what a coordinator has decided that was lost, which this one takes the place of; None: the job begins.
     """
@@ -100,7 +99,7 @@ class Coordinator:
         on_heard: Callable[[], None] = lambda: None,
         write_log: Callable[[LogsWanted | LogPage], None] = lambda part: None,
         ask_down: Callable[[Sequence[int]], None] | None = None,
-        write_decision: Callable[[Entry], None] = lambda entry: None,
+        write_decision: Write = lambda lines: None,
         run: str = "",
         before: Succession | None = None,
         on_told: Callable[[Notice], None] = lambda notice: None,
@@ -202,6 +201,7 @@ class Coordinator:
             yield self._react_to(taken)
         for _ in range(MOST_AT_ONCE):
             if (taken := self._inbox.take()) is None:
+                self._membership.write_down()
                 self._on_heard()
                 break
             yield self._react_to(taken)
@@ -209,6 +209,7 @@ class Coordinator:
         yield self._membership.tick(passed_s - self._absence.before(now), time.time())
         for request in self._requests.take():
             yield self._membership.handle(request, time.time())
+        self._membership.write_down()
 
     def _react_to(self, taken: list[Heard]) -> list[Action]:
         return [action for message in taken for action in self._react(message)]
@@ -217,7 +218,7 @@ class Coordinator:
         if isinstance(message, Reported):
             self._write_events(message)
             return []
-        return self._membership.handle(message, time.time(), self._inbox.letter)
+        return self._membership.handle(message, time.time(), self._inbox.letter, self._inbox.said)
 
     def _say_none_down(self, nodes: Sequence[int]) -> None:
         self._requests.tell_down(NodesDown((), time.time()))

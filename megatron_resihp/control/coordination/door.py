@@ -146,7 +146,7 @@ def read_message(text: str, size: JobSize, may_exist: Callable[[int], bool]) -> 
         raise MalformedError(f"{type(message).__name__} from {letter.sender}: {wrong}")
     if isinstance(message, EventsReported):
         return Letter(letter.sender, Reported(message.worker, _events(message, letter.sender)), letter.id)
-    return Letter(letter.sender, message, letter.id)
+    return Letter(letter.sender, message, letter.id, letter.said)
 
 
 def _events(message: EventsReported, sender: str) -> tuple[Event, ...]:

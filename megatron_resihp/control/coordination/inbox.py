@@ -30,7 +30,7 @@ class Inbox:
 
     Attributes:
         dropped: how many messages were.
-        letter: the id of the last message that was taken.
+        letter, said: the id and the text of the last message that was taken; see `wire.Letter`.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class Inbox:
         self._tell_dropped = tell_dropped
         self.dropped = 0
         self.letter: str | None = None
+        self.said = ""
         self._known = known
         self._recent: dict[str, None] = {}
         self._taken: deque[str] = deque()
@@ -64,7 +65,7 @@ class Inbox:
                 more = NO_MORE if self.dropped == MOST_TOLD else ""
                 self._tell_dropped(MessageDropped(reason=f"{error}{more}", text=shown(text)))
             return []
-        self.letter = letter.id
+        self.letter, self.said = letter.id, letter.said
         return [letter.body] if self._is_new(letter.id) else []
 
     def _is_new(self, letter: str | None) -> bool:

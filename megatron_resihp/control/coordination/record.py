@@ -46,8 +46,9 @@ def resolve(records: Iterable[Record], bound: Commit | None = None, logged: Plac
 
 def _counters_of(entry: int, survivors: list[Record]) -> dict[str, Any] | None:
     """The counters at the start of an iteration, by a worker that follows the loss totals if there is one."""
-    known = [record.counters[entry] for record in survivors if entry in record.counters]
-    return max(known, key=lambda counters: len(counters.get("totals", ())), default=None)
+    known = [record for record in survivors if entry in record.counters]
+    best = max(known, key=lambda record: len(record.counters[entry].get("totals", ())), default=None)
+    return None if best is None else best.counters_at(entry)
 
 
 def _outcome_of(iteration: int, survivors: list[Record], bound: Commit | None) -> Outcome | None:

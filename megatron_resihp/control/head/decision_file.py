@@ -8,13 +8,12 @@ the file does not tell. May import: the standard library and this package's modu
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from megatron_resihp.control.coordination.decisions.entries import ENTRIES, Entry
 from megatron_resihp.control.coordination.decisions.reading import Decisions, Read, UnusableError, decisions_in
 from megatron_resihp.control.terminal import warn
-from megatron_resihp.protocol.wire import COORDINATOR
 
 FILE_NAME: Final = "decisions.jsonl"
 MODE: Final = 0o600
@@ -31,18 +30,18 @@ class DecisionFile:
         self._file: int | None = None
         self._given_up = False
 
-    def write(self, entry: Entry) -> None:
-        """Append an entry."""
+    def write(self, lines: Sequence[str]) -> None:
+        """Append lines, as of `entries.line_of`."""
         if self._given_up:
             return
-        line = f"{ENTRIES.write(entry, COORDINATOR)}\n".encode()
+        data = "".join(f"{line}\n" for line in lines).encode()
         try:
             if self._file is None:
                 self._file = _opened(self._path)
                 if os.fstat(self._file).st_size:  # an earlier run may have been killed in the middle of a line
-                    line = b"\n" + line
-            while line:
-                line = line[os.write(self._file, line) :]
+                    data = b"\n" + data
+            while data:
+                data = data[os.write(self._file, data) :]
         except OSError as error:
             self._given_up = True
             warn(f"resihp: {self._path} can't be written ({error.strerror}); what is decided can't be replayed")

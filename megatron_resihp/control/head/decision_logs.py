@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_resihp.control.coordination.decisions.entries import Entry
+from megatron_resihp.control.coordination.decisions.entries import Entry, line_of
 from megatron_resihp.control.coordination.decisions.reading import Decisions, UnusableError
 from megatron_resihp.control.head.decision_file import DecisionFile, read_decisions
 from megatron_resihp.control.head.etcd_log import EtcdLog, read_etcd_decisions
@@ -34,20 +35,22 @@ class DecisionLogs:
         self._file = DecisionFile(run_dir)
         after = None if before is None else before.last
         self._etcd = None if leadership is None else EtcdLog(leadership, closing, after)
-        self._before: tuple[Entry, ...] = () if before is None else (before.began, *before.steps)
+        self._before = before
 
-    def write(self, entry: Entry) -> None:
-        """Append an entry: to etcd first, so that the file, which another coordinator may go on with, has no more.
+    def write(self, lines: Sequence[str]) -> None:
+        """Append lines: to etcd first, so that the file, which another coordinator may go on with, has no more.
 
         Raises:
             UnrecordedError: etcd can't take it.
         """
         if self._etcd is not None:
-            self._etcd.write(entry)
+            self._etcd.write(lines)
         # Only now is it known that no other has gone on. The file may lack the last ones.
-        before, self._before = self._before, ()
-        for each in (*before, entry):
-            self._file.write(each)
+        before, self._before = self._before, None
+        if before is not None:
+            entries: list[Entry] = [before.began, *before.steps]
+            self._file.write([line_of(each) for each in entries])
+        self._file.write(lines)
 
     def close(self) -> None:
         self._file.close()

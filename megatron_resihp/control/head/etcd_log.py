@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log of decisions in etcd: an entry a key, made once, by the leader only.
+"""The log of decisions in etcd: a key for each entry, made once, by the leader only.
 
-Entries are compressed. One that is too large for a transaction is written in pieces first; its key then holds their
-number and a digest of all. May import: the standard library, `transport.etcd` and this package's modules.
+An entry is what the coordinator has decided at once, which may be many lines (`entries.line_of`), compressed. One that
+is too large for a transaction is written in pieces first; its key then holds their number and a digest of all.
+May import: the standard library, `transport.etcd` and this package's modules.
 """
 
 from __future__ import annotations
@@ -12,10 +13,9 @@ import re
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
-from megatron_resihp.control.coordination.decisions.entries import ENTRIES, Entry
 from megatron_resihp.control.coordination.decisions.reading import Decisions, Read, UnusableError, decisions_in
 from megatron_resihp.control.coordination.decisions.recorded import UnrecordedError
 from megatron_resihp.control.transport.etcd.gateway import (
@@ -28,7 +28,6 @@ from megatron_resihp.control.transport.etcd.gateway import (
 )
 from megatron_resihp.control.transport.etcd.leadership import Leadership
 from megatron_resihp.control.transport.etcd.location import Location
-from megatron_resihp.protocol.wire import COORDINATOR
 
 PATIENCE_S: Final = 60.0
 """How long a decision waits for etcd."""
@@ -58,13 +57,13 @@ class EtcdLog:
         self._gateway = leadership.gateway()
         self._number = None if after is None else after + 1
 
-    def write(self, entry: Entry) -> None:
+    def write(self, lines: Sequence[str]) -> None:
         """Append an entry; when it returns, most members have it on disk.
 
         Raises:
             UnrecordedError: it may not be there, and no later one will be.
         """
-        data = zlib.compress(ENTRIES.write(entry, COORDINATOR).encode())
+        data = zlib.compress("\n".join(lines).encode())
         until = time.monotonic() + PATIENCE_S
         while True:
             try:
@@ -150,7 +149,7 @@ def _read_all(gateway: Gateway) -> Iterator[Read]:
         number = location.number_of(held.key)
         if number is not None:
             try:
-                yield Read(number, _text(gateway, number, held))
+                yield from (Read(number, line) for line in _text(gateway, number, held).split("\n"))
             except _DamagedError as error:
                 yield Read(number, "", str(error))
 

@@ -23,11 +23,9 @@ from typing import Final, NoReturn
 from megatron_resihp.control import exit_codes, keys, linux
 from megatron_resihp.control.node import environment
 from megatron_resihp.control.node.streams import let_no_full_disk_end_this
-from megatron_resihp.control.transport.address import Address, parse_address
 from megatron_resihp.control.transport.liveness import ENDED, FAILED, LivenessConnection
-from megatron_resihp.control.transport.secret import own_secret, take_own_secret
 from megatron_resihp.control.transport.store import StoreError
-from megatron_resihp.control.transport.store_client import connect, open_connection
+from megatron_resihp.control.transport.store_client import StoreClient, open_connection
 from megatron_resihp.control.worker.errors import JobEnded
 from megatron_resihp.protocol.messages import MESSAGES, Message, ScriptEnded, ScriptFailed
 
@@ -55,7 +53,6 @@ class _End:
 def main(command: Sequence[str]) -> NoReturn:
     """Run the script as Python would, and end the process."""
     let_no_full_disk_end_this()
-    take_own_secret()
     leave_to_agent(signal.SIGUSR1, signal.SIGUSR2)
     liveness = _tie_to_agent()
     try:
@@ -97,7 +94,7 @@ def _tie_to_agent() -> LivenessConnection:
     _pass_on_to_forks()
     end = socket.socket(fileno=int(os.environ[environment.LIVENESS_FD]))
     end.set_inheritable(False)
-    for name in (environment.RECORDS_FD, environment.ABSENCES_FD):
+    for name in (environment.RECORDS_FD, environment.STORE_FD, environment.ABSENCES_FD):
         os.set_inheritable(int(os.environ[name]), False)
     return LivenessConnection(end, float(os.environ[environment.HEARTBEAT_S]), lambda: os._exit(exit_codes.FENCED))
 
@@ -140,7 +137,7 @@ def _meet_in_job() -> None:
     """Groups that torch makes by itself, as in a job without --resihp, meet where the plugin's do."""
     from megatron_resihp.executor.groups.control_store import meet_in
 
-    meet_in(lambda: open_connection(_store_address(), own_secret(), MEET_S, environment.leaders()))
+    meet_in(lambda: open_connection(environment.way_to_store(), MEET_S))
 
 
 def _read_exit(problem: SystemExit) -> _End:
@@ -182,14 +179,10 @@ def _worker() -> int:
     return int(os.environ[environment.WORKER])
 
 
-def _store_address() -> Address:
-    return parse_address(os.environ[environment.STORE])
-
-
 def _tell(message: Message) -> None:
     """Tell the coordinator before peers can notice that this process ends; where that fails, the agent will."""
     try:
-        store = connect(_store_address(), own_secret(), REPORT_TIMEOUT_S, environment.leaders())
+        store = StoreClient(open_connection(environment.way_to_store(), REPORT_TIMEOUT_S))
         store.push(keys.INBOX, MESSAGES.write(message, f"worker {_worker()}"))
     except StoreError as error:
         print(f"resihp: the coordinator could not be told: {error}", file=sys.stderr)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import pwd
+import socket
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,10 +14,9 @@ from typing import Final
 
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.transport.address import Address
+from megatron_resihp.control.transport.by_agent import ByAgent, at_hatch
 from megatron_resihp.control.transport.etcd.access import PREFIX as ETCD
-from megatron_resihp.control.transport.leaders import Leaders
 from megatron_resihp.control.transport.secret import VARIABLE as SECRET
-from megatron_resihp.control.transport.secret import Secret
 from megatron_resihp.plan.slots import slot_of
 
 WORKER: Final = "RESIHP_WORKER"
@@ -29,7 +29,9 @@ APART: Final = "RESIHP_COORDINATOR_APART"
 LED_ON: Final = "RESIHP_LED_ON"
 """1: another coordinator may take the place of one that is lost."""
 STORE: Final = "RESIHP_STORE"
-"""host:port of the store."""
+"""host:port of the store, to which a worker's agent speaks for it."""
+STORE_FD: Final = "RESIHP_STORE_FD"
+"""The file descriptor of the hatch where this worker hands its connections to the store over; see `by_agent`."""
 RUN_DIR: Final = "RESIHP_RUN_DIR"
 LIVENESS_FD: Final = "RESIHP_LIVENESS_FD"
 RECORDS_FD: Final = "RESIHP_RECORDS_FD"
@@ -92,9 +94,10 @@ HARMFUL: Final[Mapping[tuple[str, str], tuple[str, str]]] = {
 cluster."""
 
 
-def leaders(environment: Mapping[str, str] = os.environ) -> Leaders | None:
-    """Tell this worker where its coordinator is, if another may take the place of one that is lost."""
-    return Leaders(Path(environment[RUN_DIR])) if LED_ON in environment else None
+def way_to_store(environment: Mapping[str, str] = os.environ) -> ByAgent:
+    """This worker's."""
+    hatch = socket.socket(fileno=os.dup(int(environment[STORE_FD])))
+    return ByAgent(at_hatch(hatch), LED_ON in environment)
 
 
 def warnings_of(inherited: Mapping[str, str] = os.environ, system: Path = SYSTEMS_CONF) -> list[str]:
@@ -166,7 +169,6 @@ class JobEnvironment:
     node: int
     size: JobSize
     store: Address
-    secret: Secret
     run_dir: Path
     heartbeat_s: float
     stand_in: bool
@@ -175,9 +177,8 @@ class JobEnvironment:
     network: Mapping[str, str] = field(default_factory=dict)
     """Variables that say which network interface torch's groups use."""
 
-    def of(self, worker: int, liveness: int, records: int, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """The whole environment of one worker. These descriptors are its ends of the liveness connection and of the
-        stream of records.
+    def of(self, worker: int, files: Mapping[str, int], inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """The whole environment of one worker. `files`: its file descriptors, by the variables that name them.
 
         RANK and WORLD_SIZE are of the world at the start, also for later workers: with them Megatron starts.
         """
@@ -187,8 +188,8 @@ class JobEnvironment:
             "OMP_NUM_THREADS": "1",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
             **_safer(inherited),
-            # Workers need nothing of etcd.
-            **{name: value for name, value in inherited.items() if not name.startswith(ETCD)},
+            # Workers need nothing of etcd, and their agent has the secret for them.
+            **{name: value for name, value in inherited.items() if not name.startswith(ETCD) and name != SECRET},
             "PYTHONUNBUFFERED": "1",
             # Connections between pairs that never talk would only be more to lose.
             "TORCH_GLOO_LAZY_INIT": "1",
@@ -208,13 +209,11 @@ class JobEnvironment:
             SLOTS: str(size.slots),
             NODE: str(self.node),
             STORE: str(self.store),
-            SECRET: self.secret.text,
             RUN_DIR: str(self.run_dir.resolve()),
-            LIVENESS_FD: str(liveness),
-            RECORDS_FD: str(records),
             HEARTBEAT_S: str(self.heartbeat_s),
             AGENT_PID: str(os.getpid()),
             MAX_RESTARTS: str(self.max_restarts),
+            **{name: str(number) for name, number in files.items()},
             **({APART: "1"} if size.apart else {}),
             **({LED_ON: "1"} if self.led_on else {}),
             **({STAND_IN: "1"} if self.stand_in else {}),

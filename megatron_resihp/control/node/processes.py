@@ -19,6 +19,7 @@ from megatron_resihp.control.node.slowdown_injector import SlowdownInjector
 from megatron_resihp.control.node.starting import Worker
 from megatron_resihp.control.terminal import warn
 from megatron_resihp.control.transport.liveness import Watcher
+from megatron_resihp.control.transport.store_relay import StoreRelay
 
 SHOWN_FAILURES: Final = 3
 
@@ -35,15 +36,18 @@ class Processes:
     Args:
         workers: as started.
         watcher: of their liveness connections.
+        store: their connections to it.
         injector: slows them down when a fault injection wants it.
         reaper: ends what they have started should the agent die.
     """
 
     def __init__(
-        self, workers: Sequence[Worker], watcher: Watcher, injector: SlowdownInjector, reaper: OrphanReaper
-    ) -> None:
+        self, workers: Sequence[Worker], watcher: Watcher, store: StoreRelay, injector: SlowdownInjector,
+        reaper: OrphanReaper,
+    ) -> None:  # fmt: skip
         self._workers = {worker.number: worker for worker in workers}
         self._watcher = watcher
+        self._store = store
         self._injector = injector
         self._reaper = reaper
         self._gone: list[Worker] = []
@@ -102,6 +106,7 @@ class Processes:
         os.close(worker.pidfd)
         worker.absences.close()
         self._watcher.cut(worker.number)
+        self._store.cut(worker.number)
         linux.free_shared_memory(memory)
 
     def give_up(self, worker: Worker) -> None:
@@ -109,6 +114,7 @@ class Processes:
         self._injector.forget(worker.number)
         worker.given_up = True
         self._watcher.cut(worker.number)
+        self._store.cut(worker.number)
         linux.cut_connections(worker.pid, worker.pidfd)
 
     def terminate(self) -> None:

@@ -21,15 +21,14 @@ class WorkerSpec:
         command: the script and its arguments.
         environment: all of it.
         output: file descriptor for its standard output and error.
-        liveness, records: its ends; inherited under the same numbers, as is the file descriptor `absences`.
+        sockets: its ends; inherited under the same numbers, as is the file descriptor `absences`.
     """
 
     worker: int
     command: Sequence[str]
     environment: Mapping[str, str]
     output: int
-    liveness: socket.socket
-    records: socket.socket
+    sockets: Sequence[socket.socket]
     absences: int
 
 
@@ -40,7 +39,7 @@ with the thread that started it; the workers that the job begins with are starte
 
 def exec_worker(spec: WorkerSpec) -> int:
     """A fresh interpreter."""
-    for number in (spec.liveness.fileno(), spec.records.fileno(), spec.absences):
+    for number in (*(sock.fileno() for sock in spec.sockets), spec.absences):
         os.set_inheritable(number, True)
     output = [(os.POSIX_SPAWN_DUP2, spec.output, 1), (os.POSIX_SPAWN_DUP2, spec.output, 2)]
     command = [sys.executable, "-m", BOOTSTRAP, *spec.command]

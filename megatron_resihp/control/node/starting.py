@@ -10,16 +10,23 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 from megatron_resihp.control import linux
 from megatron_resihp.control.node.absences import Page, Watch
-from megatron_resihp.control.node.environment import ABSENCES_FD, JobEnvironment
+from megatron_resihp.control.node.environment import ABSENCES_FD, LIVENESS_FD, RECORDS_FD, STORE_FD, JobEnvironment
 from megatron_resihp.control.node.orphan_reaper import OrphanReaper
 from megatron_resihp.control.node.output import Outputs
 from megatron_resihp.control.node.spawn import Spawn, WorkerSpec
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.liveness import Watcher
 from megatron_resihp.control.transport.shipping import Relay
+from megatron_resihp.control.transport.store_relay import StoreRelay
+
+ENDS: Final = {
+    LIVENESS_FD: socket.SOCK_STREAM, RECORDS_FD: socket.SOCK_STREAM, STORE_FD: socket.SOCK_SEQPACKET,
+}  # fmt: skip
+"""The sockets that each worker has to its agent."""
 
 
 @dataclass
@@ -55,6 +62,7 @@ class Starter:
         spawn: Spawn,
         watcher: Watcher,
         relay: Relay,
+        store: StoreRelay,
         reaper: OrphanReaper,
     ) -> None:
         self._command = command
@@ -63,6 +71,7 @@ class Starter:
         self._spawn = spawn
         self._watcher = watcher
         self._relay = relay
+        self._store = store
         self._reaper = reaper
 
     def store_is_at(self, address: Address) -> None:
@@ -93,19 +102,21 @@ class Starter:
 
     def start(self, number: int) -> Worker:
         """Start one worker. Raises OSError if that can't be."""
-        kept, given = socket.socketpair()
-        kept_records, given_records = socket.socketpair()
+        ends = {name: socket.socketpair(type=kind) for name, kind in ENDS.items()}
         output = self._outputs.open(number)
-        with given, given_records:
-            variables = self._environment.of(number, given.fileno(), given_records.fileno())
-            page = Page()
-            variables[ABSENCES_FD] = str(page.fd)
-            try:
-                pid = self._spawn(WorkerSpec(number, self._command, variables, output, given, given_records, page.fd))
-            finally:
-                os.close(page.fd)
+        page = Page()
+        given = {name: theirs for name, (_, theirs) in ends.items()}
+        files = {**{name: end.fileno() for name, end in given.items()}, ABSENCES_FD: page.fd}
+        try:
+            variables = self._environment.of(number, files)
+            pid = self._spawn(WorkerSpec(number, self._command, variables, output, tuple(given.values()), page.fd))
+        finally:
+            os.close(page.fd)
+            for end in given.values():
+                end.close()
         self._reaper.watch(pid)
         os.close(output)
-        self._watcher.add(number, kept)
-        self._relay.add(kept_records)
+        self._watcher.add(number, ends[LIVENESS_FD][0])
+        self._relay.add(ends[RECORDS_FD][0])
+        self._store.add(number, ends[STORE_FD][0])
         return Worker(number, pid, os.pidfd_open(pid), Watch(pid, page))

@@ -12,10 +12,10 @@ from typing import Any
 
 from megatron_resihp.control.replanning.inventory import lacking
 from megatron_resihp.control.replanning.modes import degrees_of, in_short
-from megatron_resihp.cost.layers import ModelError, model_from_arguments
+from megatron_resihp.cost.layers import Model, ModelError, model_from_arguments
 from megatron_resihp.cost.parts import ShardError
-from megatron_resihp.cost.training import TrainingError, training_from_arguments
-from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, Shard, differences, spelled_out
+from megatron_resihp.cost.training import Training, TrainingError, training_of_job
+from megatron_resihp.plan import Chunk, OwnSplit, ParallelPlan, PlanError, Shard, differences, spelled_out
 from megatron_resihp.plan.spelling import trimmed
 from megatron_resihp.protocol.planning import KnownJob
 
@@ -126,6 +126,18 @@ def check_degrees(plan: ParallelPlan, job: KnownJob) -> None:
         raise PlanError(f"{error}; ask for stages of another number of members") from None
 
 
+def model_of(job: KnownJob, own: tuple[Chunk, ...]) -> tuple[Model, Training] | None:
+    """What a worker's memory follows from, as plans say who shares experts; None: too little is known. `own`: the job's
+    own split into layers."""
+    if job.arguments is None:
+        return None
+    try:
+        split = OwnSplit(own, job.tensor_parallel)
+        return model_from_arguments(job.arguments), training_of_job(job.arguments, split)
+    except (ModelError, TrainingError):
+        return None
+
+
 def check_memory(after: ParallelPlan, before: ParallelPlan, own: tuple[Chunk, ...], job: KnownJob) -> None:
     """Called before a change by choice: a worker that runs out of memory ends the job. Where the amount is unknown,
     on CPUs, nothing is checked.
@@ -138,12 +150,10 @@ def check_memory(after: ParallelPlan, before: ParallelPlan, own: tuple[Chunk, ..
     Raises:
         PlanError: the plan, or old and new state together, exceed what may be used of a device's memory.
     """
-    if job.arguments is None or not job.device_memory:
+    known = model_of(job, own)
+    if known is None or not job.device_memory:
         return
-    try:
-        model, training = model_from_arguments(job.arguments), training_from_arguments(job.arguments).as_plans_say()
-    except (ModelError, TrainingError):
-        return
+    model, training = known
     # These take a while to import.
     from megatron_resihp.cost import memory, room
 

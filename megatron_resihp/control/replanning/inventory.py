@@ -84,7 +84,7 @@ def shape_of(job: JobDescription, workers_per_node: int) -> JobShape:
     return JobShape(
         job.tensor_parallel, job.pipeline_parallel, job.micro_batches, workers_per_node, job.micro_batch_group,
         job.distributed_optimizer, job.spread_replicas,
-        sharings(contexts, experts, job.expert_members, keeps_ratio(job)),
+        sharings(contexts, experts, job.expert_members, keeps_ratio(job)), bool(job.equal_rounds),
     )  # fmt: skip
 
 
@@ -165,6 +165,8 @@ def plan_for_survivors(
         if error.missing and not lacking(held, own[-1].end):
             raise NoPlanError(f"{len(held)} survivors are fewer than TP x PP = {shape.replica_size}") from None
         raise
+    if taken.keys().isdisjoint(plan.standbys):
+        return plan
     standbys = {worker: None if worker in taken else kept for worker, kept in plan.standbys.items()}
     return replace(plan, standbys=standbys)
 

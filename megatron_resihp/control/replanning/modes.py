@@ -15,6 +15,7 @@ from megatron_resihp.executor.direct.order_check import check_order_of_plan
 from megatron_resihp.executor.route_check import check_plan
 from megatron_resihp.executor.routes import RouteError
 from megatron_resihp.plan import Chunk, Kept, ParallelPlan, PlanError, Shard, shortened, spelled_out
+from megatron_resihp.plan.parallel_plan import rounds_of
 from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.plan.spelling import coordinate_at
 from megatron_resihp.protocol.job import JobDescription
@@ -96,6 +97,9 @@ def _check_experts(plan: ParallelPlan, job: JobDescription) -> None:
         raise PlanError(f"{said}: with --use-tp-pp-dp-mapping, both become fewer in the same ratio")
     if job.keeps_experts and sharing != job.expert_parallel:
         raise PlanError(f"{job.expert_parallel} replicas must share experts, not {sharing}: {job.keeps_experts}")
+    if job.equal_rounds and any(len(each.micro_batches) < rounds_of(plan, n) for n, each in enumerate(plan.replicas)):
+        said = "replicas that share experts must have equal numbers of micro-batches"
+        raise PlanError(f"{said}: {job.equal_rounds}")
     if job.keeps_experts and not _meet_as_at_the_start(plan):
         raise PlanError(f"other micro-batches would meet in the experts: {job.keeps_experts}")
     groups = job.tensor_parallel // (job.expert_members or job.tensor_parallel)
@@ -142,7 +146,7 @@ class _Heterogeneous(PlanMode):
             written = spelled_out(plan, own)
             check_plan(written, job.sequence_parallel, tokens)
             if job.carrier == DEVICE:
-                check_order_of_plan(written, job.sequence_parallel, tokens, own[-1].end - 1 if job.tied else None)
+                check_order_of_plan(written, job.sequence_parallel, tokens)
         except RouteError as error:
             raise PlanError(f"the plan's ops don't fit together: {error}") from None
 

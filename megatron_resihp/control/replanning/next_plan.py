@@ -13,18 +13,18 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from megatron_resihp.config import UNIFORM
-from megatron_resihp.control.replanning.change import check_memory, with_standbys
+from megatron_resihp.control.replanning.change import check_memory, model_of, with_standbys
 from megatron_resihp.control.replanning.fallback import plan_for_few
 from megatron_resihp.control.replanning.inventory import Held, Survivors, lacking, plan_for_survivors
 from megatron_resihp.control.replanning.modes import mode_of
 from megatron_resihp.events.event import Event
 from megatron_resihp.events.replanning import Planned
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, spelled_out
-from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.plan.slots import renamed, slot_of, workers_in_slots
 from megatron_resihp.plan.spelling import trimmed
 from megatron_resihp.planner import JobShape, NoPlanError
-from megatron_resihp.protocol.planning import NoPlan, PlanFound, PlannerAnswer
+from megatron_resihp.planner.uniform import plan_with_room
+from megatron_resihp.protocol.planning import KnownJob, NoPlan, PlanFound, PlannerAnswer
 
 WITHOUT_UNIFORM_S: Final = 30.0
 """How long a recovery waits for a strategy's plan where there is no other."""
@@ -56,25 +56,39 @@ def uniform_plan(survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
     """As many complete replicas of the job's own shape as there are; needs no more than sizes.
 
     Where fewer of them share each sequence or each layer's experts than in the job's own layout, each worker has more
-    of these, which must fit into its memory, if that is known.
+    of these, which must fit into its memory, if that is known. If nothing fits, none of it is kept in reserve: without
+    a plan the job ends. If nobody knows what would fit, as many share as can.
     """
-    shape, too_large = survivors.shape, ""
-    while True:
+    known = survivors.known
+    if known.device_memory and model_of(known, survivors.own) is None:
+        return _of_most_sharers(survivors), []
+    try:
+        return _with_room(survivors, known), []
+    except NoPlanError as error:
+        if error.missing or not known.device_memory:
+            raise
+    return _with_room(survivors, replace(known, memory_reserve=0.0)), []
+
+
+def _of_most_sharers(survivors: Survivors) -> ParallelPlan:
+    """As many share each layer's experts as can, and of these plans, as many share each sequence as can: each worker
+    then has the least state, and the least activations."""
+    shape = survivors.shape
+    sharings = sorted(shape.sharings, key=lambda each: (each.experts, each.context), reverse=True)
+    for number in range(1, len(sharings)):
         try:
-            plan = _uniform(survivors, shape)
+            return _uniform(survivors, replace(shape, sharings=tuple(sharings[:number])))
         except NoPlanError as error:
-            raise NoPlanError(f"{error}; {too_large}", error.missing) if too_large else error from None
-        tried = Sharing(plan.context_parallel, plan.expert_parallel)
-        if tried[:2] == shape.own_sharing[:2]:
-            return plan, []
-        try:
-            check_memory(plan, survivors.previous, survivors.own, survivors.known)
-        except PlanError as error:
-            too_large = f"with {tried.together} of them {error}"
-            left = (each for each in shape.sharings if each.context > tried.context or each.experts > tried.experts)
-            shape = replace(shape, sharings=tuple(left))
-        else:
-            return plan, []
+            if error.missing:
+                raise
+    return _uniform(survivors, shape)
+
+
+def _with_room(survivors: Survivors, known: KnownJob) -> ParallelPlan:
+    def check(plan: ParallelPlan) -> None:
+        check_memory(plan, survivors.previous, survivors.own, known)
+
+    return plan_with_room(survivors.shape, lambda shape: _uniform(survivors, shape), check)
 
 
 def _uniform(survivors: Survivors, shape: JobShape) -> ParallelPlan:

@@ -5,14 +5,15 @@ Slowness may pass, and a change costs a stand-still, so waiting and changing are
 made once the time that it would have saved so far is as much as it costs. No order of events can then cost more than
 twice what knowing the future would have saved. Besides, what is left of the job has to be long enough to pay for it.
 
-May import `events`, `plan`, `protocol` and this package's other pure modules.
+May import `config`, `events`, `plan`, `protocol` and this package's other pure modules.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Final
+from typing import Final, Self
 
+from megatron_resihp.config import UNIFORM
 from megatron_resihp.control.replanning.health import Speeds
 from megatron_resihp.control.replanning.trial import Outcome, Trial
 from megatron_resihp.events.detection import Verdict
@@ -44,11 +45,21 @@ class Settings:
         act: "observe": say what would be done; "ask": propose it to people; "act": do it.
         seconds_between_changes: least time from one change by choice to the next.
         begins_with_a_plan: whether to ask for a plan as the job begins, and to take it at once.
+        known_to_planners: whether they know such jobs. They know of no sequences or experts that replicas share.
     """
 
     act: str = OBSERVE
     seconds_between_changes: float = 60.0
     begins_with_a_plan: bool = False
+    known_to_planners: bool = True
+
+    @classmethod
+    def of(cls, job: Job) -> Self:
+        """How the job wants changes made; what its workers have not said is as usual."""
+        between = cls.seconds_between_changes if job.seconds_between_changes is None else job.seconds_between_changes
+        sharers = max(job.context_parallel or 1, job.expert_parallel or 1)
+        known = sharers == 1 and not job.expert_members
+        return cls(job.act or cls.act, between, bool(job.begins_with_a_plan), known)
 
 
 @dataclass(frozen=True)
@@ -90,9 +101,22 @@ class _Candidate:
     plan: ParallelPlan
     gain: float
     moving_s: float
+    sending_s: float
     iteration_s: float
     why: str | None = None
     """If not for speeds."""
+
+    def cost_s(self, stand_still_s: float | None) -> float:
+        """How long a change to this plan will hold up training.
+
+        The last stand-still tells what new groups take in this job, which the planner only guesses. Whether as much
+        state moves now, it does not tell. What is weighed with too much only comes later, and the stand-still that
+        follows is a better measure; what is weighed with too little makes a change that does not pay.
+
+        Args:
+            stand_still_s: of the last recovery or change; None: there was none.
+        """
+        return self.moving_s if stand_still_s is None else max(stand_still_s, self.sending_s)
 
 
 @dataclass
@@ -243,7 +267,8 @@ class Policy:
             case PlanChange():
                 self._changing = True
                 self._recommended.begun(event, self._plan)
-            case Planned():
+            case Planned() if event.instead_of != UNIFORM:
+                # Where uniform plans don't exist either, a second event says so, and nothing of the strategy.
                 self._overtaken, self._tried_late = bool(event.overtaken), False
             case PlanFailed():
                 self._recommended.first_step_failed(event.number)
@@ -277,7 +302,13 @@ class Policy:
 
     def answered(self, number: int, answer: PlannerAnswer, now: float) -> list[Action]:
         """What the planner found."""
-        if number != self._asked or isinstance(answer, NoPlan) or not answer.current_s:
+        if number != self._asked:
+            return []
+        if isinstance(answer, NoPlan):
+            # Where the strategy has none, none is late: what is found later is a change by choice.
+            self._overtaken = self._overtaken and answer.unanswered
+            return []
+        if not answer.current_s:
             return []
         gain = 1.0 - answer.iteration_s / answer.current_s
         if answer.plan in (*self._recommended.failed, *self._recommended.refused):
@@ -290,7 +321,7 @@ class Policy:
         if gain < LEAST_GAIN:
             self._lost.since, self._overtaken = None, False
             return []
-        self._candidate = _Candidate(answer.plan, gain, answer.moving_s, answer.iteration_s)
+        self._candidate = _Candidate(answer.plan, gain, answer.moving_s, answer.sending_s, answer.iteration_s)
         self._lost.count_until_now(self._training, gain)
         return self._decide(now)
 
@@ -302,11 +333,12 @@ class Policy:
             return [outcome]
         gain = 1.0 - outcome.before_s / outcome.after_s
         why = f"change {outcome.number} has not paid: iterations {outcome.before_s:.3g} s → {outcome.after_s:.3g} s"
-        self._candidate = _Candidate(before, gain, self._training.stand_still_s or 0.0, outcome.before_s, why)
+        # What has moved moves back.
+        self._candidate = _Candidate(before, gain, moving_s=0.0, sending_s=0.0, iteration_s=outcome.before_s, why=why)
         return [outcome, *self._decide(now)]
 
     def _ask(self) -> list[Action]:
-        if self._plan is None:
+        if self._plan is None or not self._settings.known_to_planners:
             return []
         self._asked += 1
         self._candidate = None
@@ -337,7 +369,7 @@ class Policy:
             return []
         if training.train_iters is None or self._plan is None:
             return []
-        cost_s = candidate.moving_s if training.stand_still_s is None else training.stand_still_s
+        cost_s = candidate.cost_s(training.stand_still_s)
         to_save_s = (training.train_iters - training.iteration) * training.iteration_s * candidate.gain
         too_soon = training.changed_at is not None and now - training.changed_at < self._between_s
         if too_soon or lost_s < cost_s or to_save_s < cost_s:

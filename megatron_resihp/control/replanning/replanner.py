@@ -129,7 +129,7 @@ class Replanner:
         self._facts.note(event)
         match event:
             case Job():
-                self._policy = Policy(_settings(event), self._speeds)
+                self._policy = Policy(Settings.of(event), self._speeds)
                 if self._facts.strategy != UNIFORM:
                     self._planners.start()
             case Model():
@@ -208,12 +208,3 @@ class Replanner:
 
     def _tell(self, event: Event) -> None:
         self._bus.publish(stamped(event, time.time()))
-
-
-def _settings(job: Job) -> Settings:
-    """How the job wants changes made; what its workers have not said is as usual."""
-    usual, between = Settings(), job.seconds_between_changes
-    return Settings(
-        job.act or usual.act, usual.seconds_between_changes if between is None else between,
-        bool(job.begins_with_a_plan),
-    )  # fmt: skip

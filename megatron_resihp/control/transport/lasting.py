@@ -9,7 +9,6 @@ May import: the standard library and this package's modules.
 
 from __future__ import annotations
 
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -18,10 +17,9 @@ from typing import Final
 from megatron_resihp.control import keys
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.gate import RefusedSecretError
-from megatron_resihp.control.transport.leaders import LEADERLESS_S, Leaders
-from megatron_resihp.control.transport.secret import Secret
+from megatron_resihp.control.transport.leaders import LEADERLESS_S
 from megatron_resihp.control.transport.store import StoreError
-from megatron_resihp.control.transport.store_client import StoreClient, connect
+from megatron_resihp.control.transport.store_client import Connection, StoreClient, open_connection
 
 REOPEN_S: Final = 30.0
 """How long a network may be without a way to the store."""
@@ -52,27 +50,29 @@ class _Reopened:
         return call(self.store)
 
     def _reopened(self, loss: StoreError) -> StoreClient:
-        store = self._connected_again(loss)
+        store = StoreClient(self._connected_again(loss))
         if store.get(keys.RUN, READ_S) != self._run:
             raise StoreError(f"{loss}; another job has the port by now") from loss
         print(f"resihp: {loss}; it is open again", file=sys.stderr, flush=True)
         return store
 
-    def _connected_again(self, loss: StoreError) -> StoreClient:
-        deadline = time.monotonic() + REOPEN_S
+    def _connected_again(self, loss: StoreError) -> Connection:
+        deadline, refused = time.monotonic() + REOPEN_S, False
         while True:
-            if _refuses(self.store.address):
-                time.sleep(REFUSED_S)
-                if _refuses(self.store.address):
-                    raise loss
             try:
                 # Short, since what is left of a killed launcher may hold the port for a moment and answer nothing.
-                return connect(self.store.address, self.store.connection.secret, ATTEMPT_S)
+                return self.store.connection.way.enter(ATTEMPT_S)
             except RefusedSecretError:
                 raise StoreError(f"{loss}; another job has the port by now") from loss
-            except StoreError:
+            except ConnectionRefusedError:
+                if refused:
+                    raise loss from None
+                refused = True
+            except (OSError, StoreError):
+                refused = False
                 if time.monotonic() > deadline:
                     raise loss from None
+            time.sleep(REFUSED_S)
 
 
 class _Followed(_Reopened):
@@ -83,9 +83,8 @@ class _Followed(_Reopened):
         on_successor: called with a connection to the store of another coordinator, before anything else is asked there.
     """
 
-    def __init__(self, store: StoreClient, run: str, leaders: Leaders) -> None:
+    def __init__(self, store: StoreClient, run: str) -> None:
         super().__init__(store, run)
-        self._leaders = leaders
         self.term = _term_of(store)
         self.on_successor: Callable[[StoreClient], None] = lambda store: None
 
@@ -99,7 +98,7 @@ class _Followed(_Reopened):
         deadline, used = time.monotonic() + LEADERLESS_S, self.store
         while not used.connection.closed and time.monotonic() < deadline:
             try:
-                store = connect(used.address, used.connection.secret, ATTEMPT_S, self._leaders)
+                store = StoreClient(open_connection(used.connection.way, ATTEMPT_S))
                 if self._is_met(store):
                     print(f"resihp: {loss}; it is open again, at {store.address}", file=sys.stderr, flush=True)
                     return store
@@ -124,7 +123,7 @@ def _term_of(store: StoreClient) -> int:
 
 
 class LastingStore:
-    """A `Store` that outlives its connection and, where its connection knows `leaders`, its server.
+    """A `Store` that outlives its connection and, where its way leads on, its server.
 
     After a loss, calls that have no second effect are made again. Messages are pushed again too, and have an id of
     their own for that. `add` raises StoreError.
@@ -135,80 +134,69 @@ class LastingStore:
 
     Attributes:
         run: which run's store it is.
-        secret: that it takes.
+        way: that leads there.
     """
 
     def __init__(self, store: StoreClient, run: str | None = None) -> None:
         self.run = store.get(keys.RUN, READ_S) if run is None else run
-        self.secret: Secret = store.connection.secret
-        self.leaders = store.connection.leaders
-        self._way = _Reopened(store, self.run) if self.leaders is None else _Followed(store, self.run, self.leaders)
+        self.way = store.connection.way
+        self._used = _Followed(store, self.run) if self.way.is_led_on else _Reopened(store, self.run)
 
     @property
     def address(self) -> Address:
-        return self._way.store.address
+        return self._used.store.address
 
     @property
     def term(self) -> int | None:
         """Of the coordinator whose store it is; None: no other may follow."""
-        return self._way.term if isinstance(self._way, _Followed) else None
+        return self._used.term if isinstance(self._used, _Followed) else None
 
     def follow(self, on_successor: Callable[[StoreClient], None]) -> None:
         """Have this called with a connection to the store of a later coordinator, before anything else is asked there;
         never, where none may follow."""
-        if isinstance(self._way, _Followed):
-            self._way.on_successor = on_successor
+        if isinstance(self._used, _Followed):
+            self._used.on_successor = on_successor
 
     def leave(self, term: int) -> None:
         """Go on at the store of the coordinator of this term, or a later one, if this is one's before."""
-        if isinstance(self._way, _Followed):
-            self._way.leave(term)
+        if isinstance(self._used, _Followed):
+            self._used.leave(term)
 
     def set(self, key: str, value: str) -> None:
-        self._way.again(lambda store: store.set(key, value))
+        self._used.again(lambda store: store.set(key, value))
 
     def get(self, key: str, timeout_s: float) -> str:
-        return self._way.again(lambda store: store.get(key, timeout_s))
+        return self._used.again(lambda store: store.get(key, timeout_s))
 
     def wait(self, key: str, timeout_s: float) -> bool:
-        return self._way.again(lambda store: store.wait(key, timeout_s))
+        return self._used.again(lambda store: store.wait(key, timeout_s))
 
     def check(self, key: str) -> bool:
-        return self._way.again(lambda store: store.check(key))
+        return self._used.again(lambda store: store.check(key))
 
     def compare_set(self, key: str, expected: str, desired: str) -> str | None:
-        return self._way.again(lambda store: store.compare_set(key, expected, desired))
+        return self._used.again(lambda store: store.compare_set(key, expected, desired))
 
     def set_once(self, key: str, value: str) -> str:
-        return self._way.again(lambda store: store.set_once(key, value))
+        return self._used.again(lambda store: store.set_once(key, value))
 
     def add(self, key: str, amount: int) -> int:
-        return self._way.store.add(key, amount)
+        return self._used.store.add(key, amount)
 
     def push(self, queue: str, value: str) -> None:
-        self._way.again(lambda store: store.push(queue, value))
+        self._used.again(lambda store: store.push(queue, value))
 
     def take(self, queue: str, timeout_s: float) -> list[str]:
-        return self._way.again(lambda store: store.take(queue, timeout_s))
+        return self._used.again(lambda store: store.take(queue, timeout_s))
 
     def delete(self, key: str) -> bool:
-        return self._way.again(lambda store: store.delete(key))
+        return self._used.again(lambda store: store.delete(key))
 
     def delete_all(self, beginning: str) -> None:
-        self._way.again(lambda store: store.delete_all(beginning))
+        self._used.again(lambda store: store.delete_all(beginning))
 
     def clone(self) -> LastingStore:
-        return LastingStore(self._way.store.clone(), self.run)
+        return LastingStore(self._used.store.clone(), self.run)
 
     def close(self) -> None:
-        self._way.store.close()
-
-
-def _refuses(address: Address) -> bool:
-    try:
-        socket.create_connection(address, timeout=ATTEMPT_S).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        pass
-    return False
+        self._used.store.close()

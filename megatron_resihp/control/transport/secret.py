@@ -19,7 +19,7 @@ from typing import Final
 from megatron_resihp.control.transport.store import StoreError
 
 VARIABLE: Final = "RESIHP_SECRET"
-"""From the user to launchers and commands, and from an agent to its workers."""
+"""From the user to launchers and commands. Workers don't get it: their agent talks for them (`by_agent`)."""
 FILE_NAME: Final = "secret"
 BYTES: Final = 32
 SHORTEST: Final = 16
@@ -99,29 +99,6 @@ def find_secret(run_dir: Path) -> Secret:
     except OSError as error:
         problem = f"the job's secret {path} can't be read ({error.strerror})"
         raise UnreadableError(f"{problem}; be the job's user, or give it in {VARIABLE}") from error
-
-
-class _Own:
-    """This worker's, once it is out of the environment."""
-
-    secret: Secret | None = None
-
-
-def take_own_secret(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Take this worker's secret out of its environment, which its children and many logs would have."""
-    text = environment.pop(VARIABLE, None)
-    _Own.secret = None if text is None else Secret(text, f"the environment of process {os.getpid()}")
-
-
-def own_secret() -> Secret:
-    """The secret that this worker was started with.
-
-    Raises:
-        UnreadableError: `take_own_secret` has found none.
-    """
-    if _Own.secret is None:
-        raise UnreadableError("this process has no secret of a job; start it with `resihp launch`")
-    return _Own.secret
 
 
 def is_secret_given() -> bool:

@@ -12,20 +12,19 @@ import math
 import queue
 import selectors
 import socket
-import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final
 
 from megatron_resihp.control.transport.address import Address
+from megatron_resihp.control.transport.frames import Frames, framed
 from megatron_resihp.control.transport.gate import Gate, enter
 from megatron_resihp.control.transport.secret import Secret
 from megatron_resihp.control.transport.secure import Session
 from megatron_resihp.control.transport.store import StoreError
 
-LENGTH: Final = struct.Struct(">I")
 LARGEST: Final = 64 * 1024 * 1024
 """A longer message is no message: its sender has gone mad."""
 READ_BYTES: Final = 1 << 18
@@ -78,33 +77,12 @@ class Outbox[T]:
         try:
             while (offered := self._waiting.get()) is not None:
                 message = self._encode(*offered)
-                self._socket.sendall(LENGTH.pack(len(message)) + message)
+                self._socket.sendall(framed(message))
         except OSError:
             pass  # the agent is gone, or has no use for records any more
         except Exception as error:
             print(f"resihp: records can't be sent any more ({error!r}); training goes on", file=sys.stderr, flush=True)
         self._works = False
-
-
-class Frames:
-    """Cuts a stream into messages."""
-
-    def __init__(self) -> None:
-        self._unread = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """Whole messages so far; ValueError for what cannot be one."""
-        self._unread += data
-        while len(self._unread) >= LENGTH.size:
-            (length,) = LENGTH.unpack_from(self._unread)
-            if length > LARGEST:
-                raise ValueError(f"a message of {length} bytes")
-            end = LENGTH.size + length
-            if len(self._unread) < end:
-                return
-            message = bytes(self._unread[LENGTH.size : end])
-            del self._unread[:end]
-            yield message
 
 
 def _refuse(message: bytes) -> bool:
@@ -154,7 +132,7 @@ class Relay:
         with self._selector:
             while True:
                 while not self._added.empty():
-                    self._selector.register(self._added.get(), selectors.EVENT_READ, Frames().feed)
+                    self._selector.register(self._added.get(), selectors.EVENT_READ, Frames(LARGEST).feed)
                 ready = self._selector.select(SLICE_S)
                 self._let_in()
                 if not ready and self._closing.is_set():

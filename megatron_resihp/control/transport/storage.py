@@ -36,7 +36,7 @@ class Storage:
         self._do: dict[Op, Callable[..., Reply]] = {
             Op.SET: self._set, Op.CHECK: self._check, Op.COMPARE_SET: self._compare_set, Op.ADD: self._add,
             Op.PUSH: self._push, Op.DELETE: self._delete, Op.DELETE_ALL: partial(_delete_all, self._values),
-            Op.COUNT: lambda: Reply(Said.YES, str(len(self._values)).encode()),
+            Op.COUNT: lambda: Reply(Said.YES, str(len(self._values)).encode()), Op.REACH: lambda: YES,
         }  # fmt: skip
 
     def ask(self, asker: Hashable, request: Request, now: float) -> Told:

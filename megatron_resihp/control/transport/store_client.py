@@ -1,25 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connection to the store that node 0 serves. May import: the standard library and this package's modules."""
+"""A connection to the store that node 0 serves, and the ways to it: from an agent or a command, to its port.
+
+May import: the standard library and this package's modules.
+"""
 
 from __future__ import annotations
 
 import socket
 import time
-from typing import Final
+from collections.abc import Iterator
+from typing import Final, Protocol
 
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.gate import enter
 from megatron_resihp.control.transport.leaders import ANSWER_S as LED_ANSWER_S
 from megatron_resihp.control.transport.leaders import Leaders
 from megatron_resihp.control.transport.secret import Secret
-from megatron_resihp.control.transport.secure import ForgedError, Session
+from megatron_resihp.control.transport.secure import Session
 from megatron_resihp.control.transport.store import PROBE_PERIOD_S, StoreError, keep_alive
 from megatron_resihp.control.transport.store_wire import (
     LARGEST,
+    LONGEST_WAIT_S,
     MAX_KEY_BYTES,
     MAX_VALUE_BYTES,
     PURPOSE,
-    MalformedRequestError,
     Op,
     Reply,
     Request,
@@ -31,30 +35,88 @@ from megatron_resihp.control.transport.store_wire import (
 
 CLONE_TIMEOUT_S: Final = 10.0
 ANSWER_S: Final = 300.0
-"""How long a server that is there may take to answer, beyond what it was asked to wait: it may be stopped."""
+"""`patience_s` where no other coordinator may come: this one may be stopped."""
 ATTEMPT_S: Final = 30.0
 """How long a server that is there may take to let one connection in, when there is time for another."""
-LONGEST_WAIT_S: Final = 24 * 3600.0
 READ_BYTES: Final = 1 << 18
+
+
+class Carrier(Protocol):
+    """Makes messages a stream, and a stream messages."""
+
+    def seal(self, message: bytes) -> bytes: ...
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Whole messages so far; ValueError for what is none."""
+        ...
+
+
+class Way(Protocol):
+    """A way to the store; as text, where that is."""
+
+    @property
+    def is_led_on(self) -> bool:
+        """Whether it leads to another coordinator's store, once the last one's is lost."""
+        ...
+
+    def enter(self, within_s: float) -> Connection:
+        """Open a connection, at the first attempt.
+
+        Raises:
+            RefusedSecretError, OtherProtocolError, StoreError: another server is there.
+            OSError: none is, or it does not answer in time.
+        """
+        ...
+
+
+class Direct:
+    """The way of agents and commands: to the port.
+
+    Args:
+        leaders: tell where the store is now, if it is not at the address any more; None: it is there or nowhere.
+    """
+
+    def __init__(self, address: Address, secret: Secret, leaders: Leaders | None = None) -> None:
+        self._address, self._secret, self._leaders = address, secret, leaders
+
+    def __str__(self) -> str:
+        return str(self._address)
+
+    @property
+    def is_led_on(self) -> bool:
+        return self._leaders is not None
+
+    def address(self) -> Address:
+        """Where the store is, which a file may tell."""
+        return (self._leaders and self._leaders.address()) or self._address
+
+    def open(self, address: Address, within_s: float) -> tuple[socket.socket, Session]:
+        """Connect to the store there; raises as `enter` does."""
+        sock, session = enter(address, self._secret, PURPOSE, LARGEST, within_s)
+        keep_alive(sock)
+        self._address = address
+        return sock, session
+
+    def enter(self, within_s: float) -> Connection:
+        address = self.address()
+        return Connection(address, self, *self.open(address, within_s))
 
 
 class Connection:
     """One connection. It is no thread's but the caller's; whatever fails for want of the server raises StoreError.
 
     Args:
-        leaders: tell where the store is once this one's server is lost; None: nowhere.
+        address: of the store.
+        way: that leads to it.
     """
 
-    def __init__(
-        self, address: Address, secret: Secret, sock: socket.socket, session: Session, leaders: Leaders | None = None
-    ) -> None:
+    def __init__(self, address: Address, way: Way, sock: socket.socket, carrier: Carrier) -> None:
         self.address = address
-        self.secret = secret
-        self.leaders = leaders
-        self._answer_s = ANSWER_S if leaders is None else LED_ANSWER_S
+        self.way = way
+        self._answer_s = patience_s(way)
         self.closed = False
         self._sock = sock
-        self._session = session
+        self._carrier = carrier
         self._lost: StoreError | None = None
 
     def ask(self, op: Op, *fields: bytes, within_s: float = 0.0) -> Reply:
@@ -69,10 +131,8 @@ class Connection:
             raise self._lost
         within_s = min(max(within_s, 0.0), LONGEST_WAIT_S)
         try:
-            self._sock.settimeout(within_s + self._answer_s)
-            self._sock.sendall(self._session.seal(write_request(Request(op, fields, within_s))))
-            reply = self._receive()
-        except (OSError, ForgedError, MalformedRequestError) as error:
+            reply = exchange(self._sock, self._carrier, Request(op, fields, within_s), within_s + self._answer_s)
+        except (OSError, ValueError) as error:
             raise self._lose(_why(error)) from error
         except BaseException:
             # An answer that comes later would be taken for the next one's.
@@ -96,13 +156,22 @@ class Connection:
         self._lost = StoreError(f"the connection to the store at {self.address} is lost ({why})")
         return self._lost
 
-    def _receive(self) -> Reply:
-        while True:
-            data = self._sock.recv(READ_BYTES)
-            if not data:
-                raise ConnectionResetError("its server has ended it")
-            for message in self._session.feed(data):
-                return read_reply(message)
+
+def patience_s(way: Way) -> float:
+    """How long a server that is there may take to answer, beyond what it was asked to wait."""
+    return LED_ANSWER_S if way.is_led_on else ANSWER_S
+
+
+def exchange(sock: socket.socket, carrier: Carrier, request: Request, timeout_s: float) -> Reply:
+    """Send a request and wait for its answer; raises OSError, and ValueError where what comes is none."""
+    sock.settimeout(timeout_s)
+    sock.sendall(carrier.seal(write_request(request)))
+    while True:
+        data = sock.recv(READ_BYTES)
+        if not data:
+            raise ConnectionResetError("its server has ended it")
+        for message in carrier.feed(data):
+            return read_reply(message)
 
 
 class StoreClient:
@@ -158,7 +227,7 @@ class StoreClient:
         self.connection.ask(Op.DELETE_ALL, beginning.encode())
 
     def clone(self) -> StoreClient:
-        return connect(self.address, self.connection.secret, CLONE_TIMEOUT_S, self.connection.leaders)
+        return StoreClient(open_connection(self.connection.way, CLONE_TIMEOUT_S))
 
     def close(self) -> None:
         self.connection.close()
@@ -166,16 +235,11 @@ class StoreClient:
 
 def connect(address: Address, secret: Secret, timeout_s: float, leaders: Leaders | None = None) -> StoreClient:
     """Connect to a store, waiting for it to be served; StoreError when it cannot be reached in time."""
-    return StoreClient(open_connection(address, secret, timeout_s, leaders))
+    return StoreClient(open_connection(Direct(address, secret, leaders), timeout_s))
 
 
-def open_connection(
-    address: Address, secret: Secret, timeout_s: float, leaders: Leaders | None = None
-) -> Connection:  # fmt: skip
-    """As `connect`.
-
-    Args:
-        leaders: tell where the store is now, if it is not at the address any more.
+def open_connection(way: Way, timeout_s: float) -> Connection:
+    """As `connect`, by any way.
 
     Raises:
         RefusedSecretError: another job answers there.
@@ -185,13 +249,10 @@ def open_connection(
     while True:
         remaining = deadline - time.monotonic()
         try:
-            at = (leaders and leaders.address()) or address
-            sock, session = enter(at, secret, PURPOSE, LARGEST, min(max(remaining, PROBE_PERIOD_S), ATTEMPT_S))
-            keep_alive(sock)
-            return Connection(at, secret, sock, session, leaders)
+            return way.enter(min(max(remaining, PROBE_PERIOD_S), ATTEMPT_S))
         except OSError as error:
             if deadline - time.monotonic() <= PROBE_PERIOD_S:
-                raise StoreError(f"nothing answers at {address} ({_why(error)})") from error
+                raise StoreError(f"nothing answers at {way} ({_why(error)})") from error
         time.sleep(PROBE_PERIOD_S)
 
 

@@ -10,7 +10,7 @@ import selectors
 import socket
 import threading
 import time
-from typing import Final
+from typing import Final, cast
 
 from megatron_resihp.control.transport.gate import Gate
 from megatron_resihp.control.transport.secret import Secret
@@ -20,22 +20,36 @@ from megatron_resihp.control.transport.store_wire import (
     LARGEST,
     PURPOSE,
     MalformedRequestError,
+    Op,
+    Request,
+    read_number,
+    read_relayed,
     read_request,
+    write_numbered,
     write_reply,
 )
 
 READ_BYTES: Final = 1 << 18
 LOOK_S: Final = 1.0
 """How often the gate is looked at when nothing comes."""
+MOST_OPEN: Final = 4096
+"""Requests under numbers that one connection may have open."""
+MOST_UNSENT: Final = 8 * LARGEST
+"""Bytes of answers that a connection has not taken, when it asks for more."""
 
 
 class _Client:
-    """A connection, and what it has not taken yet."""
+    """A connection, and what it has not taken yet. `open`: numbers under which it waits for answers."""
 
     def __init__(self, sock: socket.socket, session: Session) -> None:
         self.sock = sock
         self.session = session
         self.unsent = b""
+        self.open: set[int] = set()
+
+
+_Asker = tuple[_Client, int | None]
+"""And under which number; None: a request that has none, for which its connection waits."""
 
 
 class StoreServer:
@@ -95,9 +109,7 @@ class StoreServer:
         try:
             data = client.sock.recv(READ_BYTES)
             for message in client.session.feed(data):
-                if client.unsent or self._storage.waits(client):
-                    raise MalformedRequestError("a request before the last one was answered")
-                self._tell(self._storage.ask(client, read_request(message), time.monotonic()))
+                self._take(client, read_request(message))
         except BlockingIOError:
             return
         except (OSError, ForgedError, MalformedRequestError):
@@ -105,9 +117,30 @@ class StoreServer:
         if not data:
             self._drop(client)
 
+    def _take(self, client: _Client, request: Request) -> None:
+        """Raises MalformedRequestError."""
+        asker: _Asker = (client, None)
+        if request.op is Op.DROP:
+            number = read_number(request)
+            self._storage.forget((client, number))
+            client.open.discard(number)
+            return
+        if request.op is Op.RELAY:
+            number = read_number(request)
+            if number in client.open or len(client.open) >= MOST_OPEN or len(client.unsent) > MOST_UNSENT:
+                raise MalformedRequestError("more than one may ask at once")
+            client.open.add(number)
+            asker, request = (client, number), read_relayed(request)
+        elif client.unsent or self._storage.waits(asker):
+            raise MalformedRequestError("a request before the last one was answered")
+        self._tell(self._storage.ask(asker, request, time.monotonic()))
+
     def _tell(self, told: Told) -> None:
-        for client, reply in told:
-            assert isinstance(client, _Client)
+        for asker, reply in told:
+            client, number = cast(_Asker, asker)
+            if number is not None:
+                client.open.discard(number)
+                reply = write_numbered(number, reply)
             self._send(client, client.session.seal(write_reply(reply)))
 
     def _send(self, client: _Client, data: bytes) -> None:
@@ -125,7 +158,8 @@ class StoreServer:
             self._selector.modify(client.sock, selectors.EVENT_WRITE if client.unsent else selectors.EVENT_READ, client)
 
     def _drop(self, client: _Client) -> None:
-        self._storage.forget(client)
+        for number in (None, *client.open):
+            self._storage.forget((client, number))
         self._selector.unregister(client.sock)
         del self._clients[client.sock.fileno()]
         client.sock.close()

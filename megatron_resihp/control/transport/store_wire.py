@@ -18,6 +18,8 @@ LARGEST: Final = MAX_VALUE_BYTES + 2 * MAX_KEY_BYTES
 
 HEAD: Final = struct.Struct(">BdH")
 SIZE: Final = struct.Struct(">I")
+NUMBER: Final = struct.Struct(">Q")
+LONGEST_WAIT_S: Final = 24 * 3600.0
 
 
 class Op(IntEnum):
@@ -45,6 +47,12 @@ class Op(IntEnum):
     """→ how many keys there are"""
     DELETE_ALL = 11
     """what the keys begin with"""
+    REACH = 12
+    """→ when the store has answered; from an agent with where that is, or why it can't be reached (`by_agent`)"""
+    RELAY = 13
+    """number, request → number, answer. An agent asks so what its workers ask, and more before the answer comes."""
+    DROP = 14
+    """number: nobody waits for the answer under this number any more. There is no answer to this."""
 
 
 class Said(IntEnum):
@@ -77,7 +85,7 @@ class MalformedRequestError(ValueError):
 
 FIELDS: Final = {
     Op.SET: 2, Op.GET: 1, Op.WAIT: 1, Op.COMPARE_SET: 3, Op.ADD: 2, Op.PUSH: 2, Op.TAKE: 1, Op.DELETE: 1, Op.COUNT: 0,
-    Op.DELETE_ALL: 1,
+    Op.DELETE_ALL: 1, Op.REACH: 0, Op.RELAY: 2, Op.DROP: 1,
 }  # fmt: skip
 """How many fields a request has, but for CHECK."""
 
@@ -138,3 +146,45 @@ def read_reply(data: bytes) -> Reply:
         return Reply(Said(data[0]), data[1:])
     except (IndexError, ValueError) as error:
         raise MalformedRequestError(str(error)) from None
+
+
+def relayed(number: int, request: Request) -> Request:
+    """A request under a number."""
+    return Request(Op.RELAY, (NUMBER.pack(number), write_request(request)))
+
+
+def dropped(number: int) -> Request:
+    """That nobody waits for the answer under this number any more."""
+    return Request(Op.DROP, (NUMBER.pack(number),))
+
+
+def read_number(request: Request) -> int:
+    """Of RELAY or DROP. Raises MalformedRequestError."""
+    try:
+        (number,) = NUMBER.unpack(request.fields[0])
+    except struct.error as error:
+        raise MalformedRequestError(str(error)) from None
+    assert isinstance(number, int)
+    return number
+
+
+def read_relayed(request: Request) -> Request:
+    """What is asked under a number. Raises MalformedRequestError."""
+    inner = read_request(request.fields[1])
+    if inner.op in (Op.RELAY, Op.DROP):
+        raise MalformedRequestError(f"{inner.op.name} under a number")
+    return inner
+
+
+def write_numbered(number: int, reply: Reply) -> Reply:
+    """The answer under a number."""
+    return Reply(Said.YES, NUMBER.pack(number) + write_reply(reply))
+
+
+def read_numbered(reply: Reply) -> tuple[int, Reply]:
+    """Raises MalformedRequestError."""
+    try:
+        (number,) = NUMBER.unpack_from(reply.value)
+    except struct.error as error:
+        raise MalformedRequestError(str(error)) from None
+    return number, read_reply(reply.value[NUMBER.size :])

@@ -6,25 +6,32 @@ Imports `plan` and this package's order; no torch, since the coordinator checks 
 
 from collections.abc import Mapping, Sequence
 
-from megatron_resihp.executor.direct.order import Meeting, in_agreed_order, meetings, slice_sums
-from megatron_resihp.executor.routes import RouteError, all_routes
+from megatron_resihp.executor.alike import unlike_replicas
+from megatron_resihp.executor.direct.order import Meeting, in_agreed_order, meetings
+from megatron_resihp.executor.routes import Orders, RouteError, all_routes
 from megatron_resihp.pipeline.orders import orders_of
 from megatron_resihp.plan import ParallelPlan
 
 
-def check_order_of_plan(plan: ParallelPlan, sequence_parallel: bool, tokens: int, tied_head: int | None) -> None:
+def check_order_of_plan(plan: ParallelPlan, sequence_parallel: bool, tokens: int) -> None:
     """Compare what all workers do together under a plan, before any worker does it.
+
+    All sums of gradients come after all ops, in one order for all workers, and each names the same workers to all of
+    them. So whoever gets through its ops gets through its sums, and these need no check.
 
     Args:
         plan, sequence_parallel, tokens: as of `route_check.check_plan`, which has found nothing.
-        tied_head: number of the head's layer if it has the word embeddings, too.
 
     Raises:
         RouteError: a worker would wait forever.
     """
-    orders = [orders_of(replica) for replica in plan.replicas]
-    routes = in_agreed_order(all_routes(plan, orders, sequence_parallel, tokens))
-    check_meetings(meetings(routes, slice_sums(plan, tied_head), plan.members))
+    check_order(plan, [orders_of(replica) for replica in plan.replicas], sequence_parallel, tokens)
+
+
+def check_order(plan: ParallelPlan, orders: Orders, sequence_parallel: bool, tokens: int) -> None:
+    """`check_order_of_plan` for these orders of ops, by one of the replicas that are alike."""
+    routes = all_routes(plan, orders, sequence_parallel, tokens, replicas=unlike_replicas(plan, orders))
+    check_meetings(meetings(in_agreed_order(routes), (), tuple(routes)))
 
 
 def check_meetings(of: Mapping[int, Sequence[Meeting]]) -> None:

@@ -117,7 +117,7 @@ def outlook(job: JobDescription, size: JobSize, arguments: Mapping[str, Any], fe
     try:
         known = KnownJob.of(job, dict(arguments))
         cost = cost_of_job(known, size.slots, size.workers_per_node, job.chunks, None)
-        first, after, changing = _memory(full, following, cost.model, cost.training.as_plans_say())
+        first, after, changing = _memory(full, following, cost.model, cost.training)
         sent = _sent(job, shape, size, cost.model, cost.training, fewest) if size.nodes > 1 else None
     except (UnknownCost, PlanError) as error:
         return Outlook(said, without, unknown=str(error))

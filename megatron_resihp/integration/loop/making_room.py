@@ -15,7 +15,7 @@ from megatron_resihp.integration.state.footprint import bytes_of, storages
 from megatron_resihp.integration.state.host_state import discard, move_to_host
 from megatron_resihp.integration.state.room import Room, Way, expected_bytes, free_on_device, free_on_host, way_of
 from megatron_resihp.integration.state.taking_over import Succession
-from megatron_resihp.plan.spelling import spelled_out
+from megatron_resihp.plan import OwnSplit, spelled_out
 from megatron_resihp.protocol.published import EpochPlan
 
 PLENTY: Final = 4
@@ -38,7 +38,8 @@ def make_room(runtime: Runtime, order: EpochPlan) -> Succession:
     old, new = sum(owned.values()), 0
     free = free_on_device(runtime.job.config.resihp_memory_reserve)
     if len(chunks) < len(wanted) and free < PLENTY * whole:
-        new = expected_bytes(model_fields(runtime.job.args), plan, runtime.worker) or whole
+        own = OwnSplit(runtime.job.own.chunks, runtime.job.own.tensor_parallel)
+        new = expected_bytes(model_fields(runtime.job.args), own, plan, runtime.worker) or whole
         new += 0 if held == wanted else old  # about what it receives
     # After an attempt that ran out of memory others have taken their shares of the host's already.
     received = 0 if len(chunks) == len(wanted) else old  # about

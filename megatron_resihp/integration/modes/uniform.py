@@ -123,9 +123,11 @@ class UniformMode(Mode):
         start_streams(self._runtime.job.args, self._runtime.epoch)
 
     def train(self, schedule: Schedule, call: dict[str, Any]) -> Losses:
-        share = len(self.view.read_order)
-        with scaled_losses(self.averaging, self._runtime.held.live.optimizer, call["model"], share):
-            return _run(self.view, schedule, call, share)
+        """Those that share experts run as many micro-batches as the one that has most. What a replica runs beyond its
+        own counts nothing (`patches.experts.additional_rounds`)."""
+        rounds = len(self.view.read_order)
+        with scaled_losses(self.averaging, self._runtime.held.live.optimizer, call["model"], rounds):
+            return _run(self.view, schedule, call, rounds)[: len(self.view.counted)]
 
     def evaluate(self, schedule: Schedule, call: dict[str, Any]) -> Losses:
         """A replica that has nothing to evaluate takes part in the sums over replicas. One with less than Megatron's
@@ -134,8 +136,7 @@ class UniformMode(Mode):
         count = call["num_microbatches"]
         share = len(self.view.evaluation_share(count))
         losses = _run(self.view, schedule, call, self.view.evaluation_runs(count))
-        nothing = [{name: torch.zeros_like(value) for name, value in each.items()} for each in losses[share:]]
-        return losses[:share] + nothing
+        return _counting(losses, share)
 
     def share_gradients(self) -> None:
         if self._buddies is not None:
@@ -160,6 +161,19 @@ def _run(view: UniformView, schedule: Schedule, call: dict[str, Any], count: int
         config = get_model_config(call["model"][0])
         config.microbatch_group_size_per_vp_stage = group_for(view.plan.grid.pipeline_parallel, count, wanted)
     return schedule(**{**call, "num_microbatches": count})
+
+
+def _counting(losses: Losses, share: int) -> Losses:
+    """The same, of which only the first `share` count. Megatron adds up sums and numbers of tokens. It divides losses
+    that are one number by how many there are: so the mean of those that count stands for each of the others."""
+    counted = losses[:share]
+
+    def nothing(name: str, value: torch.Tensor) -> torch.Tensor:
+        if value.numel() > 1:
+            return torch.zeros_like(value)
+        return torch.stack([each[name] for each in counted]).mean(0) if counted else value
+
+    return counted + [{name: nothing(name, value) for name, value in each.items()} for each in losses[share:]]
 
 
 @dataclass(frozen=True)

@@ -28,18 +28,16 @@ from megatron_resihp.control.commands.interface import GLOO
 from megatron_resihp.control.node import environment
 from megatron_resihp.control.node.absences import Seen
 from megatron_resihp.control.node.environment import ABSENCES_FD, SLOTS
-from megatron_resihp.control.transport.address import parse_address
 from megatron_resihp.control.transport.lasting import LastingStore
-from megatron_resihp.control.transport.secret import own_secret
 from megatron_resihp.control.transport.shipping import Outbox
-from megatron_resihp.control.transport.store_client import connect, open_connection
+from megatron_resihp.control.transport.store_client import StoreClient, open_connection
 from megatron_resihp.control.worker.client import WorkerControl
 from megatron_resihp.control.worker.heard import NO_EPOCH
 from megatron_resihp.control.worker.identity import Identity, check_in, identity_of_job
 from megatron_resihp.control.worker.own_address import own_address
 from megatron_resihp.control.worker.reach import Door
 from megatron_resihp.cost.arguments import ARGUMENTS
-from megatron_resihp.cost.training import why_own_context, why_own_degree, why_own_experts
+from megatron_resihp.cost.training import why_equal_rounds, why_own_context, why_own_degree, why_own_experts
 from megatron_resihp.detector.input.wire import pack
 from megatron_resihp.events.workers import WorkerStarted
 from megatron_resihp.executor.groups.communicators import Communicators
@@ -88,8 +86,7 @@ def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Ca
     Raises:
         UnlikeError: it was started otherwise than the job.
     """
-    at, leaders = parse_address(os.environ["RESIHP_STORE"]), environment.leaders()
-    store = LastingStore(connect(at, own_secret(), CONNECT_TIMEOUT_S, leaders))
+    store = LastingStore(StoreClient(open_connection(environment.way_to_store(), CONNECT_TIMEOUT_S)))
     worker = int(os.environ["RESIHP_WORKER"])
     joining = is_joining()
     for name, value in check_in(store, identify(), joining).items():
@@ -103,11 +100,11 @@ def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Ca
 
     door = Door(own_address(store.address.host, os.environ.get(GLOO))).address
     control = WorkerControl(store, worker, abort, NO_EPOCH if joining else 0, door)
-    if leaders is not None:
+    if store.way.is_led_on:
         control.channel.stand(identity_of_job(store))
 
     def open_store() -> dist.Store:
-        return ControlStore(open_connection(store.address, store.secret, REOPEN_S, leaders))
+        return ControlStore(open_connection(store.way, REOPEN_S))
 
     communicators.append(Communicators(open_store(), worker, control.heard.broken, reopen=open_store))
     ReachWatch(communicators[0].waiter.longest_s, control, lambda: one_of_each_node(control.members, worker)).begin()
@@ -192,6 +189,7 @@ def describe_job(job: Job) -> JobDescription:
         keeps_degree=why_own_degree(vars(args)),
         keeps_context=why_own_context(vars(args)),
         keeps_experts=why_own_experts(vars(args)),
+        equal_rounds=why_equal_rounds(vars(args)),
         emulated=config.resihp_emulate,
         train_iters=args.train_iters,
         ends_early=bool(args.exit_interval or job.minutes),

@@ -91,12 +91,17 @@ def share_counts(
         change: does so in place.
         names: of the buffers that are changed.
     """
-    counts = [each for router in _routers(model) for each in _counts_of(router, names)]
+    counts = counts_in(model, names)
     if counts:
         together = torch.cat([each.flatten() for each in counts])
         change(together)
         for each, changed in zip(counts, together.split([each.numel() for each in counts]), strict=True):
             each.copy_(changed.view_as(each))
+
+
+def counts_in(model: Sequence[Any], names: Sequence[str] = (*TOKENS, *QUANTILES)) -> list[torch.Tensor]:
+    """The counts of all routers of a worker's chunks. `names`: of the buffers."""
+    return [each for router in _routers(model) for each in _counts_of(router, names)]
 
 
 def named_counts(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -16,8 +16,8 @@ import torch
 from megatron_resihp import cpu
 from megatron_resihp.control import linux
 from megatron_resihp.cost.layers import ModelError, model_from_arguments
-from megatron_resihp.cost.training import TrainingError, training_from_arguments
-from megatron_resihp.plan import ParallelPlan, PlanError
+from megatron_resihp.cost.training import TrainingError, training_of_job
+from megatron_resihp.plan import OwnSplit, ParallelPlan, PlanError
 
 
 class Way(StrEnum):
@@ -76,17 +76,18 @@ def free_on_host(alone: bool = False) -> int:
     return linux.available_memory() // (1 if alone else int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-def expected_bytes(arguments: Mapping[str, Any], plan: ParallelPlan, worker: int) -> int | None:
+def expected_bytes(arguments: Mapping[str, Any], own: OwnSplit, plan: ParallelPlan, worker: int) -> int | None:
     """Bytes of parameters, gradients and optimizer of a worker under a plan that says its layers; None: not known.
 
     Args:
         arguments: Megatron's.
+        own: the job's own split into layers, and its tensor-parallel degree.
     """
     # This takes a while to import, and is wanted only where memory is short.
     from megatron_resihp.cost.memory import memory_of
 
     try:
-        model, training = model_from_arguments(arguments), training_from_arguments(arguments).as_plans_say()
+        model, training = model_from_arguments(arguments), training_of_job(arguments, own)
         return memory_of(plan, model, training)[worker].state
     except (ModelError, TrainingError, PlanError, ValueError):
         return None

@@ -105,10 +105,10 @@ def _record_samples(runtime: Runtime) -> None:
     """Say what was fed before the step can be agreed on: a step that counts is never without its samples in the log."""
     progress, view = runtime.progress, runtime.view
     if runtime.job.config.resihp_record_samples and progress.fed and view.is_first_stage and view.feeds_first:
+        counted = progress.fed[: len(view.counted) * runtime.job.args.micro_batch_size]
         runtime.control.event(Samples(
             epoch=runtime.epoch, iteration=progress.iteration, replica=view.replica,
-            samples=tuple((first, last) for first, last in _ranges(progress.fed)),
-            micro_batches=view.read_order,
+            samples=tuple((first, last) for first, last in _ranges(counted)), micro_batches=view.counted,
         ))  # fmt: skip
 
 

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_resihp.plan import ParallelPlan, data_parallel_of, even_share
+from megatron_resihp.plan.microbatches import filled_up
+from megatron_resihp.plan.parallel_plan import rounds_of
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,16 @@ class View(ABC):
     @abstractmethod
     def read_order(self) -> tuple[int, ...]:
         """Indices in the global batch of the micro-batches that this worker runs forwards, in order."""
+
+    @property
+    def counted(self) -> tuple[int, ...]:
+        """The first ones of `read_order`, or all. The others count nothing: this worker only runs as many rounds as
+        those that share experts with it."""
+        return self.read_order
+
+    def counts(self, number: int) -> bool:
+        """Whether a micro-batch number of this worker's ops is of one that counts."""
+        return True
 
     @property
     def feeds_first(self) -> bool:
@@ -109,7 +121,14 @@ class UniformView(View):
 
     @property
     def read_order(self) -> tuple[int, ...]:
+        return filled_up(self.counted, rounds_of(self.plan, self.replica))
+
+    @property
+    def counted(self) -> tuple[int, ...]:
         return self.plan.replicas[self.replica].micro_batches
+
+    def counts(self, number: int) -> bool:
+        return number < len(self.counted)
 
     def evaluation_share(self, count: int) -> Sequence[int]:
         """Which of `count` micro-batches this worker's replica evaluates; those that share sequences have the same."""
@@ -136,9 +155,9 @@ class UniformView(View):
 
     @property
     def op_numbers(self) -> tuple[int, ...]:
-        # Those that share experts run as many micro-batches, each its own: they count as the first one's.
-        first = self.replica - self.replica % self.plan.expert_parallel
-        return self.plan.replicas[first].micro_batches
+        # Those that share experts run as many micro-batches, each its own: they count as those of one that has most.
+        first, sharing = self.replica - self.replica % self.plan.expert_parallel, self.plan.expert_parallel
+        return max((each.micro_batches for each in self.plan.replicas[first : first + sharing]), key=len)
 
     @property
     def is_first_stage(self) -> bool:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published detectors for comparison, written from the papers' descriptions.
+"""Published detectors and planners for comparison, written from the papers' descriptions.
 
-Both look for change points in the job's iteration time. After one, they stop the job to validate, which names the
-culprit. Imports numpy, scipy, `cost`, `pipeline` and `detector`.
+Both detectors look for change points in the job's iteration time. After one, they stop the job to validate, which names
+the culprit. The planners (`rectangles`, `lazarus`) are for jobs whose replicas share experts or sequences. Others are
+in `planner.strategies`. Imports numpy, scipy, `plan`, `cost`, `pipeline`, `planner` and `detector`.
 """

@@ -9,13 +9,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import product
+from typing import Final
 
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.memory import check_plan, with_layers
 from megatron_resihp.plan import Kept, Migration, ParallelPlan, PlanError, Replica, deal, even_counts
+from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.uniform import NoPlanError
 
+NOTHING_SHARED: Final = Sharing()
 Group = tuple[int, ...]
 """The members of a tensor-parallel group."""
 
@@ -148,6 +151,7 @@ def next_plan(
     health: Health,
     cost: JobCost,
     migrations: tuple[Migration, ...] = (),
+    sharing: Sharing = NOTHING_SHARED,
 ) -> ParallelPlan:
     """A plan of these replicas; all other live workers are standbys that keep the state they hold, or nothing.
 
@@ -156,19 +160,22 @@ def next_plan(
         plan: the plan in force, with layers.
         health, cost: as for a strategy.
         migrations: between the replicas.
+        sharing: of the replicas.
 
     Raises:
         NoPlanError: the plan breaks a rule of plans or does not fit in memory.
     """
     working = {worker for replica in replicas for worker, _ in replica.workers()}
+    # Shares of experts are of no use to a standby, as plans may share them otherwise.
+    useful = max(plan.expert_parallel, sharing.experts) == 1
     standbys: dict[int, Kept] = {
-        worker: plan.shards_of(worker) or None for worker in health.live if worker not in working
+        worker: (plan.shards_of(worker) or None) if useful else None for worker in health.live if worker not in working
     }
     uneven = any(cost.uneven(degree) for replica in replicas for degree in set(replica.shape) - {0})
     # With fewer holders, shares of a distributed optimizer are larger, so a standby may lack room for its old state.
     for kept in (standbys, dict.fromkeys(standbys)):
         try:
-            following = ParallelPlan(tuple(replicas), kept, migrations, uneven)
+            following = ParallelPlan(tuple(replicas), kept, migrations, uneven, *sharing)
             check_plan(following, cost.model, cost.training, cost.device.memory)
         except PlanError as error:
             reason = str(error)

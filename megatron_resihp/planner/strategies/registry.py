@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from megatron_resihp.planner.running import AS_PLANNED, Running
 from megatron_resihp.planner.strategies.adaptis import adaptis
 from megatron_resihp.planner.strategies.adaptra import adaptra
+from megatron_resihp.planner.strategies.by_speed import by_speed
 from megatron_resihp.planner.strategies.combined import oobleck_greyhound, recycle_greyhound
 from megatron_resihp.planner.strategies.drop_replica import drop_replica
 from megatron_resihp.planner.strategies.greyhound import greyhound
@@ -17,6 +19,7 @@ from megatron_resihp.planner.strategies.oobleck import oobleck
 from megatron_resihp.planner.strategies.recycle import recycle
 from megatron_resihp.planner.strategies.resihp import resihp
 from megatron_resihp.planner.strategies.restart import restart
+from megatron_resihp.planner.strategies.uniform import uniform
 from megatron_resihp.planner.strategy import Strategy
 
 
@@ -44,12 +47,14 @@ class Entry:
         summary: what it does, in one line for users.
         change: how a job gets to its plans.
         reacts_to: the changes of health for which it makes a new plan.
+        running: how its plans are run.
     """
 
     strategy: Strategy
     summary: str
     change: Change
     reacts_to: ReactsTo
+    running: Running = AS_PLANNED
 
 
 STRATEGIES: Final[Mapping[str, Entry]] = {
@@ -118,3 +123,19 @@ STRATEGIES: Final[Mapping[str, Entry]] = {
     ),
 }
 """In the order in which comparisons show the strategies."""
+
+FOR_SHARERS: Final[Mapping[str, Entry]] = {
+    "uniform": Entry(
+        uniform,
+        "as many complete replicas as there are, as running jobs make; as many of these share as take the least time",
+        Change.IN_PLACE,
+        ReactsTo.DEAD,
+    ),
+    "by-speed": Entry(
+        by_speed,
+        "complete replicas, of which those share that are alike in speed; each gets micro-batches by its speed",
+        Change.IN_PLACE,
+        ReactsTo.BOTH,
+    ),
+}
+"""Of jobs whose replicas share experts or sequences. No other strategy plans these."""

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.plan import ParallelPlan, differences
 from megatron_resihp.planner import NoPlanError
 from megatron_resihp.planner.evaluation import Evaluation, evaluate
 from megatron_resihp.planner.health import Health
-from megatron_resihp.planner.moves import bytes_to_move, seconds_to_get_there
+from megatron_resihp.planner.moves import seconds_to_move
+from megatron_resihp.planner.running import AS_PLANNED, Running
 from megatron_resihp.planner.strategy import Strategy
+
+SHARING: Final = "whose replicas share experts or sequences"
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class Answer:
         moving_s: how long the job pauses for that.
         reason: why there is no plan.
         all_well: the result of the strategy for the same workers with all of them well.
+        as_planned: whether the plan is run as it says.
     """
 
     strategy: str
@@ -38,6 +42,7 @@ class Answer:
     moving_s: float = 0.0
     reason: str = ""
     all_well: Evaluation | None = None
+    as_planned: bool = True
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,7 @@ class Situation:
         plan: the one in force.
         health, cost: of the surviving workers.
         costs: the source of the costs, in words.
+        left_out: strategies that plan no such jobs, where all were asked for.
     """
 
     title: str
@@ -56,6 +62,7 @@ class Situation:
     health: Health
     cost: JobCost
     costs: str
+    left_out: tuple[str, ...] = ()
 
     @property
     def healthy(self) -> Evaluation:
@@ -73,8 +80,10 @@ class Situation:
         return None if self.lost else evaluate(self.plan, self.health, self.cost)
 
 
-def ask(name: str, strategy: Strategy, situation: Situation, clock: Callable[[], float]) -> Answer:
-    """One strategy's plan, judged by simulation."""
+def ask(
+    name: str, strategy: Strategy, running: Running, situation: Situation, clock: Callable[[], float]
+) -> Answer:  # fmt: skip
+    """One strategy's plan, judged by simulation of how it is run."""
     begun = clock()
     try:
         plan = strategy(situation.plan, situation.health, situation.cost)
@@ -82,23 +91,25 @@ def ask(name: str, strategy: Strategy, situation: Situation, clock: Callable[[],
         return Answer(name, clock() - begun, reason=str(error))
     planning_s = clock() - begun
     before, cost = situation.plan, situation.cost
+    moved = running.bytes_to_move(before, plan, cost)
     return Answer(
         strategy=name,
         planning_s=planning_s,
         plan=plan,
-        evaluation=evaluate(plan, situation.health, cost),
-        moving_bytes=sum(bytes_to_move(before, plan, cost).values()),
-        moving_s=seconds_to_get_there(before, plan, cost),
-        all_well=_all_well(strategy, situation),
+        evaluation=running.evaluate(plan, situation.health, cost),
+        moving_bytes=sum(moved.values()),
+        moving_s=0.0 if before == plan else seconds_to_move(moved, cost),
+        all_well=_all_well(strategy, running, situation),
+        as_planned=running is AS_PLANNED,
     )
 
 
-def _all_well(strategy: Strategy, situation: Situation) -> Evaluation:
+def _all_well(strategy: Strategy, running: Running, situation: Situation) -> Evaluation:
     """The strategy's plan with all workers well. The plan in force may be poor, so its speed is a bad reference."""
     before, cost = situation.plan, situation.cost
     health = Health(dict.fromkeys(before.members, 1.0))
     try:
-        return evaluate(strategy(before, health, cost), health, cost)
+        return running.evaluate(strategy(before, health, cost), health, cost)
     except NoPlanError:
         return situation.healthy
 
@@ -109,6 +120,7 @@ def to_json(situation: Situation, answers: Mapping[str, Answer]) -> dict[str, An
     return {
         "job": situation.title,
         "costs": situation.costs,
+        **({"left_out": list(situation.left_out)} if situation.left_out else {}),
         "live": len(situation.health.live),
         "dead": sorted(set(situation.plan.members) - set(situation.health.speed)),
         "slow": {str(worker): speed for worker, speed in situation.health.speed.items() if speed < 1},

@@ -25,6 +25,7 @@ FLOPs and the devices' peak, so that ratios say more than seconds do.
 
   resihp plan --model llama2-13b --gpus 32 --tp 4 --pp 4 --slow 5=0.5 --compare
   resihp plan --model llama2-70b --gpus 256 --tp 4 --pp 16 --dead 8-15 40 --plot timelines.png
+  resihp plan --model mixtral-8x7b --gpus 64 --tp 2 --pp 4 --ep 4 --dead 9 --sequence-parallel --distributed-optimizer
 """
 
 
@@ -36,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_size_arguments(parser)
     add_health_arguments(parser)
     what = parser.add_argument_group("what is wanted")
-    what.add_argument("--strategy", metavar="NAME", help="which strategy plans (default: joint; --compare shows all)")
+    what.add_argument("--strategy", metavar="NAME", help="which strategy plans (default: joint; --compare shows all; "
+                      "with --cp or --ep: by-speed)")  # fmt: skip
     what.add_argument("--compare", action="store_true", help="ask all strategies, and show the best plan")
     add_uneven_argument(what)
     what.add_argument("--json", action="store_true", help="print JSON instead of tables")
@@ -53,7 +55,10 @@ def _run_dir_after_workers(namespace: argparse.Namespace) -> Path | None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Run the command with parsed arguments; the exit code is 0, 1 without a plan, or 2 for bad or no input."""
+    """Run the command with parsed arguments; the exit code is 0, 1 without a plan, or 2 for bad or no input.
+
+    `namespace.baselines` gives strategies for comparison, which are not part of this package.
+    """
     if namespace.run_dir is None and namespace.model is None and namespace.gpus is None:
         namespace.run_dir = _run_dir_after_workers(namespace)
     if namespace.run_dir is None and namespace.model is None and namespace.gpus is None:

@@ -19,6 +19,9 @@ SIZES: Final[Mapping[str, Any]] = {
     "gpus": None,
     "tp": 1,
     "pp": 1,
+    "cp": 1,
+    "ep": 1,
+    "etp": None,
     "dp": None,
     "micro_batches": 64,
     "micro_batch_size": 1,
@@ -36,9 +39,12 @@ def add_size_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that give a job's sizes, and its devices."""
     job = parser.add_argument_group("the job, unless RUN_DIR is given")
     job.add_argument("--model", metavar="NAME", help=f"one of {', '.join(PRESETS)}")
-    job.add_argument("--gpus", type=int, metavar="N", help="how many (default TP x PP x DP)")
+    job.add_argument("--gpus", type=int, metavar="N", help="how many (default TP x CP x PP x DP)")
     job.add_argument("--tp", type=int, metavar="N", help="tensor-parallel degree (default 1)")
     job.add_argument("--pp", type=int, metavar="N", help="pipeline stages (default 1)")
+    job.add_argument("--cp", type=int, metavar="N", help="context-parallel degree (default 1)")
+    job.add_argument("--ep", type=int, metavar="N", help="expert-parallel degree (default 1)")
+    job.add_argument("--etp", type=int, metavar="N", help="tensor-parallel degree of experts (default as --tp)")
     job.add_argument("--dp", type=int, metavar="N", help="replicas (default: as many as --gpus gives)")
     job.add_argument("--micro-batches", type=int, metavar="N", help="micro-batches of a global batch (default 64)")
     job.add_argument("--micro-batch-size", type=int, metavar="N", help="samples in each (default 1)")

@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -22,17 +23,19 @@ from megatron_resihp.plan.slots import links_of_slots, renamed, slot_of, workers
 from megatron_resihp.planner.bridge import strategy_named
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.strategies.joint import UNEVEN, joint
-from megatron_resihp.planner.strategies.registry import STRATEGIES, Change, Entry
+from megatron_resihp.planner.strategies.registry import FOR_SHARERS, STRATEGIES, Change, Entry
 from megatron_resihp.planner.strategy import Strategy
 from megatron_resihp.report.console import console_for, progress_bar
 from megatron_resihp.report.drawing import drawing
-from megatron_resihp.report.plan.answer import Answer, Situation, ask, to_json
+from megatron_resihp.report.plan.answer import SHARING, Answer, Situation, ask, to_json
 from megatron_resihp.report.plan.health_flags import HealthFlagError, health_of
 from megatron_resihp.report.plan.source import Source, SourceError, source_of
 from megatron_resihp.report.plan.terminal import render
 from megatron_resihp.report.planning_clock import planning_clock
 
-DEFAULT: Final = "joint" if "joint" in STRATEGIES else next(iter(STRATEGIES))
+DEFAULT: Final = "joint"
+OF_SHARERS: Final = "by-speed"
+"""The default in jobs whose replicas share experts or sequences."""
 
 
 class BadInput(Exception):
@@ -52,7 +55,7 @@ def plan(namespace: argparse.Namespace) -> int:
         raise BadInput(str(error)) from None
     strategies = _strategies(source, namespace)
     answers = _ask(strategies, situation)
-    shown = _shown(namespace, answers)
+    shown = _shown(namespace, _default(source), answers)
     if namespace.json:
         print(json.dumps(to_json(situation, answers), indent=2, allow_nan=False))
     else:
@@ -66,19 +69,31 @@ def _situation(source: Source, namespace: argparse.Namespace) -> Situation:
     health = health_of(namespace.dead, namespace.slow, namespace.link, source.plan.members)
     if not health.live:
         raise BadInput("all workers are dead; leave at least one")
-    return Situation(source.title, source.plan, health, source.cost, source.costs)
+    left_out = tuple(STRATEGIES) if namespace.compare and source.cost.shares else ()
+    return Situation(source.title, source.plan, health, source.cost, source.costs, left_out)
 
 
-def _strategies(source: Source, namespace: argparse.Namespace) -> Mapping[str, Strategy]:
-    chosen = namespace.strategy or DEFAULT
-    if chosen not in STRATEGIES:
-        mend = f"{suggestion(chosen, STRATEGIES)}known are {', '.join(STRATEGIES)}"
+def _strategies(source: Source, namespace: argparse.Namespace) -> Mapping[str, Entry]:
+    of_sharers = {**FOR_SHARERS, **namespace.baselines()}
+    possible = of_sharers if source.cost.shares else STRATEGIES
+    chosen = namespace.strategy or _default(source)
+    if chosen not in possible:
+        if chosen in (*STRATEGIES, *of_sharers):
+            which = "no jobs" if source.cost.shares else "only jobs"
+            raise BadInput(f"{chosen} plans {which} {SHARING}; choose from {', '.join(possible)}")
+        mend = f"{suggestion(chosen, possible)}known are {', '.join(possible)}"
         raise BadInput(f"unknown strategy {chosen!r}; {mend}")
-    asked = STRATEGIES if namespace.compare else {chosen: STRATEGIES[chosen]}
+    asked = possible if namespace.compare else {chosen: possible[chosen]}
     if namespace.uneven and source.places is not None:
         raise BadInput("--uneven is of no use to a run: no job can run such plans; leave it out")
-    found = {name: _strategy(name, entry, source.places) for name, entry in asked.items()}
-    return {**found, "joint": partial(joint, settings=UNEVEN)} if namespace.uneven and "joint" in found else found
+    found = {name: replace(entry, strategy=_strategy(name, entry, source.places)) for name, entry in asked.items()}
+    if namespace.uneven and "joint" in found:
+        found["joint"] = replace(found["joint"], strategy=partial(joint, settings=UNEVEN))
+    return found
+
+
+def _default(source: Source) -> str:
+    return OF_SHARERS if source.cost.shares else DEFAULT
 
 
 def _strategy(name: str, entry: Entry, places: int | None) -> Strategy:
@@ -103,21 +118,21 @@ def _by_places(strategy: Strategy, places: int) -> Strategy:
     return ask_by_places
 
 
-def _ask(strategies: Mapping[str, Strategy], situation: Situation) -> dict[str, Answer]:
+def _ask(strategies: Mapping[str, Entry], situation: Situation) -> dict[str, Answer]:
     answers = {}
     with progress_bar() as progress, planning_clock(progress) as clock:
         task = progress.add_task("planning", total=len(strategies))
-        for name, strategy in strategies.items():
+        for name, entry in strategies.items():
             progress.update(task, description=name)
-            answers[name] = ask(name, strategy, situation, clock)
+            answers[name] = ask(name, entry.strategy, entry.running, situation, clock)
             progress.advance(task)
     return answers
 
 
-def _shown(namespace: argparse.Namespace, answers: Mapping[str, Answer]) -> Answer:
+def _shown(namespace: argparse.Namespace, default: str, answers: Mapping[str, Answer]) -> Answer:
     """The answer whose plan is printed in full: the requested one or, with --compare, the fastest."""
     if not namespace.compare or namespace.strategy:
-        return answers[namespace.strategy or DEFAULT]
+        return answers[namespace.strategy or default]
     return max(answers.values(), key=lambda a: a.evaluation.samples_per_s if a.evaluation else 0.0)
 
 

@@ -32,7 +32,7 @@ from megatron_resihp.events.log import FILE_NAME, read_events
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError
 from megatron_resihp.protocol.planning import KnownJob
 from megatron_resihp.report.plan.flags import SIZES
-from megatron_resihp.simulator.sizes import Sizes, SizesError, a100
+from megatron_resihp.simulator.sizes import Sizes, SizesError, a100, sharers_of_experts
 
 _NEGATED: Final = {"disable_bias_linear": "add_bias_linear"}
 """Megatron's flags that switch off an argument with another name."""
@@ -42,6 +42,9 @@ _MOST_OF: Final = {
     "gpus": 1_000_000,
     "tp": 1_000_000,
     "pp": 1_000_000,
+    "cp": 1_000_000,
+    "ep": 1_000_000,
+    "etp": 1_000_000,
     "dp": 1_000_000,
     "micro_batches": 1_000_000,
     "micro_batch_size": 1_000_000,
@@ -128,6 +131,7 @@ def _of_flags(namespace: argparse.Namespace) -> Source:
         sequence_parallel=namespace.sequence_parallel,
         distributed_optimizer=namespace.distributed_optimizer,
     )
+    experts, members = sharers_of_experts(namespace.ep, namespace.etp, namespace.tp)
     sizes = Sizes(
         model=model,
         training=training,
@@ -137,9 +141,11 @@ def _of_flags(namespace: argparse.Namespace) -> Source:
         data=_replicas(namespace),
         micro_batches=namespace.micro_batches,
         workers_per_node=namespace.workers_per_node or 8,
+        context=namespace.cp,
+        experts=experts,
+        members=members,
     )
-    title = f"{namespace.model}, {sizes.workers} GPUs, TP {sizes.tensor} × PP {sizes.pipeline} × DP {sizes.data}"
-    return Source(f"{title}, {sizes.micro_batches} micro-batches", sizes.plan(), sizes.cost(), _from_flops(namespace))
+    return Source(f"{namespace.model}, {sizes.title}", sizes.plan(), sizes.cost(), _from_flops(namespace))
 
 
 def _from_flops(namespace: argparse.Namespace) -> str:
@@ -147,17 +153,18 @@ def _from_flops(namespace: argparse.Namespace) -> str:
 
 
 def _replicas(namespace: argparse.Namespace) -> int:
-    size = namespace.tp * namespace.pp
+    """How many there are, among them those that share sequences."""
+    size = namespace.tp * namespace.cp * namespace.pp
     if namespace.gpus is None:
-        return namespace.dp or 1
+        return int(namespace.cp * (namespace.dp or 1))
     replicas = namespace.gpus // size
+    layout = f"TP {namespace.tp} × {f'CP {namespace.cp} × ' if namespace.cp > 1 else ''}PP {namespace.pp}"
     if replicas < 1:
-        raise SourceError(f"{namespace.gpus} GPUs are too few for one replica of TP {namespace.tp} × PP {namespace.pp}")
+        raise SourceError(f"{namespace.gpus} GPUs are too few for one replica of {layout}")
     if namespace.gpus != size * (namespace.dp or replicas):
-        layout = f"TP {namespace.tp} × PP {namespace.pp}"
         wrong = f"not {layout} × DP {namespace.dp}" if namespace.dp else f"not a multiple of {layout}"
         raise SourceError(f"{namespace.gpus} GPUs are {wrong}")
-    return int(namespace.dp or replicas)
+    return int(namespace.cp * (namespace.dp or replicas))
 
 
 def _device(namespace: argparse.Namespace) -> Device:

@@ -18,7 +18,7 @@ from megatron_resihp.cost.memory import memory_of
 from megatron_resihp.plan import ParallelPlan, Replica
 from megatron_resihp.planner.evaluation import Evaluation, run_of
 from megatron_resihp.planner.health import Health
-from megatron_resihp.report.plan.answer import Answer, Situation
+from megatron_resihp.report.plan.answer import SHARING, Answer, Situation
 from megatron_resihp.report.words import NONE, count, duration, ranges, rate, size
 
 MAX_ROWS = 24
@@ -35,12 +35,15 @@ def render(situation: Situation, answers: Mapping[str, Answer], shown: Answer, c
     elif shown.plan == situation.plan:
         console.print(f"\n[bold]After, by {shown.strategy}: nothing to change[/bold]")
     else:
-        _plan(f"After, by {shown.strategy} ({_rate(shown.evaluation)})", shown.plan, situation, console)
+        title = f"After, by {shown.strategy} ({_rate(shown.evaluation)})"
+        _plan(title, shown.plan, situation, console, shown.as_planned)
     console.print()
     console.print(_answers(situation, answers.values(), shown))
     for answer in answers.values():
         if answer.plan is None and answer is not shown:
             console.print(Text(f"  {answer.strategy}: {answer.reason}"), soft_wrap=True)
+    if situation.left_out:
+        console.print(Text(f"  no plans of jobs {SHARING}: {', '.join(situation.left_out)}"), soft_wrap=True)
 
 
 def _state(situation: Situation) -> str:
@@ -65,18 +68,22 @@ def _now(situation: Situation) -> str:
     return f"now {rate(unmitigated.samples_per_s)}" if unmitigated else "now stopped"
 
 
-def _plan(title: str, plan: ParallelPlan, situation: Situation, console: Console) -> None:
+def _plan(
+    title: str, plan: ParallelPlan, situation: Situation, console: Console, as_planned: bool = True
+) -> None:  # fmt: skip
     console.print()
     console.print(Text(title, style="bold"))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("replica", "micro-batches", "stage", "layers", "TP", "workers", "speed", "ms each", "memory"):
         table.add_column(name, justify="left" if name in ("replica", "workers") else "right")
-    rows = list(_rows(plan, situation.health, situation.cost))
+    rows = list(_rows(plan, situation.health, situation.cost, as_planned))
     for row in rows[:MAX_ROWS]:
         table.add_row(*row)
     console.print(table)
     if len(rows) > MAX_ROWS:
         console.print(f"  {len(rows) - MAX_ROWS} more stages; --json has them all")
+    if not as_planned:
+        console.print(" experts are placed otherwise than plans can say: no job can run this plan")
     if plan.uneven_shards:
         console.print(" members of a stage hold unequal shards: no job can run this plan yet")
     if plan.standbys:
@@ -86,7 +93,7 @@ def _plan(title: str, plan: ParallelPlan, situation: Situation, console: Console
         console.print(f"  run in another replica: {moved}")
 
 
-def _rows(plan: ParallelPlan, health: Health, cost: JobCost) -> Iterable[Sequence[str]]:
+def _rows(plan: ParallelPlan, health: Health, cost: JobCost, as_planned: bool) -> Iterable[Sequence[str]]:
     memory = memory_of(plan, cost.model, cost.training)
     for number, replica in enumerate(plan.replicas):
         each = _stage_times(plan, number, health, cost)
@@ -99,8 +106,8 @@ def _rows(plan: ParallelPlan, health: Health, cost: JobCost) -> Iterable[Sequenc
                 str(len(members)),
                 ranges(members),
                 f"{min((health.speed.get(worker, 0.0) for worker in members), default=0.0):g}",
-                f"{1000 * each[stage]:.1f}" if stage in each else NONE,
-                size(max((memory[worker].total for worker in members), default=0)),
+                f"{1000 * each[stage]:.1f}" if stage in each and as_planned else NONE,
+                size(max((memory[worker].total for worker in members), default=0)) if as_planned else NONE,
             )
 
 

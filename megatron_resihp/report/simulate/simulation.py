@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 
 from megatron_resihp.config import suggestion
 from megatron_resihp.planner.strategies.joint import DEFAULT, joint
-from megatron_resihp.planner.strategies.registry import STRATEGIES, Entry
+from megatron_resihp.planner.strategies.registry import FOR_SHARERS, STRATEGIES, Entry
 from megatron_resihp.report.console import console_for, progress_bar
 from megatron_resihp.report.planning_clock import planning_clock
 from megatron_resihp.report.simulate.result import Simulation
@@ -35,7 +35,8 @@ SECOND_STEP_UP_TO: Final[Mapping[str, int]] = {"auto": 64, "always": DEFAULT.sec
 """Workers up to which `joint` takes its second step, by the value of --second-step."""
 MOST: Final = 1_000_000
 """The most micro-batches, or orders of failures."""
-KNOWN: Final[Mapping[str, Entry]] = {"unmitigated": UNMITIGATED, **STRATEGIES}
+UNMITIGATED_NAME: Final = "unmitigated"
+KNOWN: Final[Mapping[str, Entry]] = {UNMITIGATED_NAME: UNMITIGATED, **STRATEGIES}
 
 
 class BadInput(Exception):
@@ -67,7 +68,7 @@ def simulate(namespace: argparse.Namespace, published: Published) -> None:
         scenario = _scenario(namespace, published)
     except (ScenarioError, SizesError) as error:
         raise BadInput(str(error)) from None
-    strategies = _strategies([*(namespace.strategies or scenario.strategies)])
+    strategies = _strategies([*(namespace.strategies or scenario.strategies)], _known(scenario, namespace))
     if "joint" in strategies:
         strategies = {**strategies, "joint": _joint_as_wanted(strategies["joint"], namespace)}
     if not _second_step(scenario, namespace) and "joint" in strategies:
@@ -101,12 +102,21 @@ def _scenario(namespace: argparse.Namespace, published: Published) -> Scenario:
     return scenario_of(data, namespace.orders)
 
 
-def _strategies(names: Sequence[str]) -> Mapping[str, Entry]:
-    unknown = [name for name in names if name not in KNOWN]
-    if unknown:
-        mend = f"{suggestion(unknown[0], KNOWN)}known are {', '.join(KNOWN)}"
-        raise BadInput(f"unknown strategy {unknown[0]!r}; {mend}")
-    return {name: KNOWN[name] for name in dict.fromkeys(names)} or KNOWN
+def _known(scenario: Scenario, namespace: argparse.Namespace) -> Mapping[str, Entry]:
+    """The strategies that can plan the job."""
+    of_sharers = scenario.sizes.cost().shares
+    return {UNMITIGATED_NAME: UNMITIGATED, **FOR_SHARERS, **namespace.baselines()} if of_sharers else KNOWN
+
+
+def _strategies(names: Sequence[str], known: Mapping[str, Entry]) -> Mapping[str, Entry]:
+    wrong = next((name for name in names if name not in known), None)
+    if wrong in KNOWN:
+        what = "plans no jobs whose replicas share experts or sequences"
+        raise BadInput(f"{wrong} {what}; choose from {', '.join(known)}")
+    if wrong is not None:
+        mend = f"{suggestion(wrong, known)}known are {', '.join(known)}"
+        raise BadInput(f"unknown strategy {wrong!r}; {mend}")
+    return {name: known[name] for name in dict.fromkeys(names)} or known
 
 
 def _second_step(scenario: Scenario, namespace: argparse.Namespace) -> bool:

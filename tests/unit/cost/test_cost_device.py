@@ -20,6 +20,7 @@ from megatron_resihp.cost.training import (
     Recompute,
     Training,
     training_from_arguments,
+    why_equal_rounds,
     why_own_context,
     why_own_degree,
     why_own_experts,
@@ -112,6 +113,18 @@ def test_sequences_whose_heads_are_dealt_out_are_shared_by_divisors_of_the_jobs_
 def test_scales_of_eight_bits_are_those_of_the_tokens_that_meet() -> None:
     assert why_own_experts({"fp8": "hybrid", "num_experts": 4})
     assert not why_own_experts({"fp8": None, "num_experts": 4}) and not why_own_experts({"fp8": "hybrid"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({"num_experts": 4}, ""), ({"overlap_moe_expert_parallel_comm": True}, "in turns with another"),
+        ({"fp8": "hybrid", "num_experts": 4}, "8-bit scales"), ({"moe_expert_capacity_factor": 1.0}, ""),
+    ],
+)  # fmt: skip
+def test_rounds_that_count_nothing_are_calls_of_their_own(arguments: dict[str, Any], why: str) -> None:
+    found = why_equal_rounds(arguments)
+    assert why in found and bool(found) == bool(why)
 
 
 def test_fused_experts_are_whole() -> None:

@@ -14,11 +14,24 @@ from hypothesis import strategies as st
 from megatron_resihp.coding import decode
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.layers import Model, model_from_arguments
-from megatron_resihp.cost.memory import MemoryUse, check_plan, memory_of
+from megatron_resihp.cost.memory import MemoryUse, check_plan, memory_of, with_layers
 from megatron_resihp.cost.presets import PRESETS, preset
-from megatron_resihp.cost.room import check_change, peak_of_change, usable
+from megatron_resihp.cost.room import check_change, peak_of_change, put_together, usable
 from megatron_resihp.cost.training import Recompute, Training, TrainingError, training_from_arguments
-from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, PlanError, Replica, Schedule, Shard, deal
+from megatron_resihp.plan import (
+    Chunk,
+    Coordinate,
+    OwnSplit,
+    ParallelPlan,
+    PlanError,
+    Replica,
+    Schedule,
+    Shard,
+    deal,
+    even_chunks,
+    spelled_out,
+)
+from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.simulator.sizes import a100
 
 GPT: dict[str, Any] = {
@@ -39,6 +52,13 @@ def uniform(tp: int, pp: int, replicas: int, micro_batches: int, **more: Any) ->
     numbers = iter(range(tp * pp * replicas))
     stages = [tuple(tuple(next(numbers) for _ in range(tp)) for _ in range(pp)) for _ in range(replicas)]
     return ParallelPlan(tuple(Replica(each, hand, **more) for each, hand in zip(stages, hands, strict=True)))
+
+
+OWN = OwnSplit(even_chunks(8, 2), 1)
+"""Two stages of one worker each."""
+SHARED = replace(TRAINING, distributed_optimizer=True, shared_by=OWN)
+UNLIKE = uniform(1, 2, 2, 4, chunks=(Chunk(0, 0, 4), Chunk(1, 4, 10)))
+"""Replicas of two stages, with layers that are not the job's own."""
 
 
 def megatrons(tp: int, pp: int, dp: int, distributed: bool, vpp: int | None = None) -> SimpleNamespace:
@@ -93,6 +113,31 @@ class TestState:
         use = memory_of(uniform(1, 1, replicas, replicas), MODEL, training_from_arguments({**GPT, **shared}))[0]
         assert use.optimizer == -(-12 * MODEL.parameters // sharers)
 
+    @pytest.mark.parametrize(
+        "plan", [UNLIKE, uniform(2, 1, 2, 4), uniform(2, 2, 2, 4)], ids=["layers", "stages", "degree"]
+    )
+    def test_of_a_distributed_optimizer_is_whole_where_megatron_s_own_groups_cannot_run_the_plan(
+        self, plan: ParallelPlan
+    ) -> None:
+        """Replicas that differ can't share a part in the same way, and groups of another degree are not Megatron's."""
+        plan = replace(plan, replicas=tuple(with_layers(replica, MODEL) for replica in plan.replicas))
+        assert memory_of(plan, MODEL, SHARED) == memory_of(plan, MODEL, TRAINING)
+        own = spelled_out(uniform(1, 2, 2, 4), OWN.chunks)
+        anywhere = replace(SHARED, shared_by=None)
+        assert memory_of(own, MODEL, SHARED) == memory_of(own, MODEL, anywhere) != memory_of(own, MODEL, TRAINING)
+        idle = replace(own, standbys={4: (Shard(0, 6, 0, 1),)})
+        assert memory_of(idle, MODEL, SHARED)[0] == memory_of(own, MODEL, SHARED)[0]
+
+    def test_of_a_distributed_optimizer_is_whole_in_searches_for_other_layouts(self) -> None:
+        cost, own = JobCost(MODEL, SHARED, a100(), 4), spelled_out(uniform(1, 2, 2, 4), OWN.chunks)
+        whole, shared = (replace(cost, training=replace(SHARED, distributed_optimizer=each, shared_by=None))
+                         for each in (False, True))  # fmt: skip
+        assert (cost.bytes(1, 2).state == whole.bytes(1, 2).state).all()
+        assert (cost.bytes(1, 2, own).state == shared.bytes(1, 2).state).all()
+        assert (cost.bytes(1, 2, UNLIKE).state == whole.bytes(1, 2).state).all()
+        together = replace(cost, sharings=(Sharing(1, 2), Sharing()))
+        assert (together.bytes(1, 2).state == shared.bytes(1, 2).state).all(), "all of its plans have its own layout"
+
     def test_of_experts_that_workers_share_out(self) -> None:
         model, name = preset("deepseek-v2-lite"), "deepseek-v2-lite"
         experts = 26 * 64 * 3 * 2048 * 1408
@@ -120,6 +165,14 @@ class TestActivations:
         one = alone[1].activations - at_once[1].activations
         assert one > 2 * TOKENS * (1024 + 512) - 2
         assert later[1].activations - at_once[1].activations == pytest.approx(waiting * one, abs=waiting)
+
+    def test_of_rounds_that_count_nothing_are_kept_too(self) -> None:
+        """The second replica has one micro-batch, and runs three as the first does."""
+        hands = ((0, 1, 2), (3,))
+        rows = zip(uniform(1, 2, 2, 2).replicas, hands, strict=True)
+        plan = ParallelPlan(tuple(replace(each, micro_batches=hand) for each, hand in rows), expert_parallel=2)
+        shared, alone = (memory_of(each, MODEL, TRAINING) for each in (plan, replace(plan, expert_parallel=1)))
+        assert shared[2] == shared[0] == alone[0] and alone[2].activations == alone[0].activations / 2
 
     @pytest.mark.parametrize(("tp", "pp", "micro_batches"), [(1, 1, 4), (2, 1, 1), (2, 4, 8), (4, 2, 8), (1, 8, 3)])
     def test_as_megatron_reports_them_for_the_first_stage(self, tp: int, pp: int, micro_batches: int) -> None:
@@ -319,6 +372,37 @@ class TestRoom:
         held, wanted = (memory_of(plan, MODEL, training) for plan in (before, after))
         peak = peak_of_change(before, after, MODEL, training)
         assert peak == {worker: held[worker].state + wanted[worker].state for worker in after.members}
+
+    def test_parts_of_a_distributed_optimizer_are_put_together_on_the_host(self) -> None:
+        """Into a plan whose workers have all of the state, and on the way out of one."""
+        own = spelled_out(uniform(1, 2, 2, 4), OWN.chunks)
+        whole = {w: use.weights + use.optimizer for w, use in memory_of(own, MODEL, TRAINING).items()}
+        assert put_together(own, UNLIKE, MODEL, SHARED) == put_together(UNLIKE, own, MODEL, SHARED) == whole
+        for before, after in ((own, UNLIKE), (UNLIKE, own)):
+            for enough in (0, max(whole.values())):  # 0: nothing is known of the host
+                check_change(before, after, MODEL, SHARED, 10**12, enough)
+            with pytest.raises(
+                PlanError, match=r"parts of the optimizer's state take .* of host memory on worker \d; "
+            ):
+                check_change(before, after, MODEL, SHARED, 10**12, max(whole.values()) - 1)
+        assert put_together(own, own, MODEL, SHARED) == put_together(UNLIKE, UNLIKE, MODEL, SHARED) == {}
+        alone = ParallelPlan((replace(own.replicas[0], micro_batches=(0, 1, 2, 3)),), dict.fromkeys((2, 3)))
+        assert put_together(UNLIKE, alone, MODEL, SHARED).keys() == {0, 1}, "others build nothing"
+
+    def test_what_is_put_together_on_the_host_leaves_less_room_for_the_old_state(self) -> None:
+        own = spelled_out(uniform(1, 2, 2, 4), OWN.chunks)
+        held, put = memory_of(own, MODEL, SHARED), put_together(own, UNLIKE, MODEL, SHARED)
+        most = max(held[worker].state - held[worker].gradients + put[worker] for worker in held)
+        roomy, short = (peak_of_change(own, UNLIKE, MODEL, SHARED, host) for host in (most, max(put.values())))
+        new = memory_of(UNLIKE, MODEL, SHARED)
+        assert roomy == {worker: max(held[worker].state, new[worker].state) for worker in held}
+        assert short == {worker: held[worker].state + new[worker].state for worker in held}
+
+    def test_slices_of_a_whole_distributed_optimizer_that_stay_are_there_once(self) -> None:
+        other = replace(
+            UNLIKE, replicas=tuple(replace(r, chunks=(Chunk(0, 0, 3), Chunk(1, 3, 10))) for r in UNLIKE.replicas)
+        )
+        assert peak_of_change(UNLIKE, other, MODEL, SHARED) == peak_of_change(UNLIKE, other, MODEL, TRAINING)
 
     def test_an_old_state_that_fits_into_host_memory_takes_no_room(self) -> None:
         """Its gradients are of no use any more, and move nowhere."""

@@ -100,6 +100,18 @@ def test_layers_that_cannot_leave_weight_gradients_for_later_do_them_in_b(emulat
     assert local.seconds(2)[W].any()
 
 
+@pytest.mark.parametrize("degree", [1, 4])
+def test_members_of_a_stage_share_experts_as_they_do_other_layers_whatever_the_job_s_own_degree(degree: int) -> None:
+    """Megatron says of every job that as many members share an expert as share its other layers at the start."""
+    experts = {"num_experts": 8, "moe_ffn_hidden_size": 512, "sequence_parallel": True}
+    arguments = {**MODEL, **experts, "tensor_model_parallel_size": 2}
+    said, unsaid = (
+        cost_of_job(replace(JOB, arguments={**arguments, "expert_tensor_parallel_size": own}), 4, 4, OWN, None)
+        for own in (2, None)
+    )
+    assert (said.bytes(degree).state == unsaid.bytes(degree).state).all()
+
+
 def test_workers_of_several_emulated_nodes_use_the_slow_links() -> None:
     near, far = (cost_of_job(replace(JOB, emulated="a100"), workers, 8, OWN, None) for workers in (4, 8))
     assert far.transfer(1, 1) > 2 * near.transfer(1, 1)
@@ -174,6 +186,15 @@ def test_what_crosses_between_unlike_stages_takes_as_long_as_its_carrier(told: d
     """Stages of like degree may be of a uniform plan, whose results Megatron's own groups carry."""
     cost = cost_of_job(replace(JOB, **told), 4, 4, OWN, None)
     assert (cost.transfer(1, 2) > cost.transfer(2, 2)) is slower
+
+
+@pytest.mark.parametrize(
+    ("told", "most"),
+    [({"carrier": "host"}, 2e9), ({"carrier": "device"}, 2e9), ({"emulated": "h800"}, float("inf"))],
+    ids=["host", "device", "emulated"],
+)
+def test_state_goes_through_host_memory_whatever_carries_results(told: dict[str, Any], most: float) -> None:
+    assert cost_of_job(replace(JOB, **told), 4, 4, OWN, None).state_bandwidth == most
 
 
 def replicas(*degrees: int, layers: tuple[Chunk, ...]) -> ParallelPlan:

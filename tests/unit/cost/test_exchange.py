@@ -40,6 +40,21 @@ def test_inside_a_node_its_own_links_count() -> None:
     assert across == pytest.approx(2 * (1e-5 + TOKENS * HIDDEN * 2 * 3 / 4 / 25e9))
 
 
+def test_members_of_a_stage_with_other_experts_send_inside_their_node() -> None:
+    groups = replace(TRAINING, expert_parallel=2, expert_groups=2)
+    seconds = exchange_seconds(EXPERTS, groups, DEVICE, 2, near=1)[F, 1]
+    # Four have the experts: two of them are here, two elsewhere.
+    assert seconds == pytest.approx(2 * (1e-5 + TOKENS * HIDDEN * 2 * 2 / 4 / 25e9))
+    alone = exchange_seconds(EXPERTS, replace(groups, expert_parallel=1), DEVICE, 2, near=1)[F, 1]
+    assert alone == pytest.approx(2 * (1e-5 + TOKENS * HIDDEN * 2 / 2 / 300e9))
+
+
+def test_tokens_may_be_spread_otherwise() -> None:
+    training = replace(TRAINING, expert_parallel=4)
+    spread = exchange_seconds(EXPERTS, training, DEVICE, 1, 1, spread=(0.0, 0.5))[F, 1]
+    assert spread == pytest.approx(2 * (1e-5 + TOKENS * 2 * HIDDEN * 2 / 2 / 25e9))
+
+
 def test_who_shares_nothing_sends_nothing() -> None:
     assert not exchange_seconds(EXPERTS, TRAINING, DEVICE, 1, 1).any()
 
@@ -67,6 +82,10 @@ class TestLoads:
     @pytest.mark.parametrize(("degree", "share"), [(1, 1.0), (2, 1.0), (4, 6 / 4), (8, 5 / 2)])
     def test_the_busiest_workers_share(self, degree: int, share: float) -> None:
         assert replace(TRAINING, expert_parallel=degree, expert_loads=self.LOADS).busiest_share == pytest.approx(share)
+
+    def test_members_with_other_experts_count_as_sharers(self) -> None:
+        training = replace(TRAINING, expert_parallel=2, expert_groups=2, expert_loads=self.LOADS)
+        assert training.busiest_share == pytest.approx(6 / 4)
 
     def test_it_computes_sends_and_keeps_more(self) -> None:
         even = replace(TRAINING, expert_parallel=4)

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import random
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from megatron_resihp.plan import Chunk, Migration, ParallelPlan, PlannedOp, Replica, Schedule
 
 Place = tuple[int, int]
+LAYERS: Final = 4
 
 
 class Case(NamedTuple):
@@ -45,6 +46,46 @@ def draw_case(source: random.Random) -> Case:
         migrations=tuple(Migration(m, chunk, runs) for (m, chunk), runs in runner.items() if runs != owner[m]),
     )
     return Case(plan, orders)
+
+
+def draw_alike(source: random.Random) -> Case:
+    """Replicas of few kinds. Ops of some are in an order in which they wait for ever, are missing, or another's."""
+    kinds = [_drawn_kind(source) for _ in range(source.randint(1, 3))]
+    drawn = [source.choice(kinds) for _ in range(source.randint(2, 6))]
+    workers, hands = iter(source.sample(range(100), 100)), iter(range(100))
+    replicas, orders = [], []
+    for shape, homes, count, ops in drawn:
+        own = tuple(next(hands) for _ in range(count))
+        stages = tuple(tuple(next(workers) for _ in range(degree)) for degree in shape)
+        bounds = [*range(len(homes)), LAYERS]
+        chunks = tuple(Chunk(home, *pair) for home, pair in zip(homes, pairwise(bounds), strict=True))
+        replicas.append(Replica(stages, own, chunks))
+        orders.append([[op._replace(micro_batch=own[op.micro_batch]) for op in order] for order in ops])
+    if source.random() < 0.3:  # an op that another replica runs, with or without being left out here
+        one, other = source.choice(orders), source.choice(orders)
+        order = source.choice(one)
+        op = order.pop(source.randrange(len(order))) if source.random() < 0.7 else source.choice(order)
+        moved = source.choice(other)
+        moved.insert(source.randint(0, len(moved)), op)
+    return Case(ParallelPlan(tuple(replicas)), tuple(tuple(map(tuple, replica)) for replica in orders))
+
+
+Kind = tuple[list[int], list[int], int, list[list[PlannedOp]]]
+"""The degree of each stage, the stage of each chunk, the number of micro-batches, and the ops of each stage."""
+
+
+def _drawn_kind(source: random.Random) -> Kind:
+    stages, count = source.randint(1, 3), source.randint(1, 3)
+    homes = [*range(stages)] * source.randint(1, LAYERS // stages)
+    runner = {(m, chunk): 0 for m in range(count) for chunk in range(len(homes))}
+    ops = [list(order) for order in _orders(source, [homes], runner)[0]]
+    if source.random() < 0.4:
+        order = source.choice(ops)
+        source.shuffle(order)
+    elif source.random() < 0.2:
+        order = source.choice(ops)
+        order.pop(source.randrange(len(order)))
+    return [source.randint(1, 3) for _ in ops], homes, count, ops
 
 
 def _homes(source: random.Random, chunks: int) -> list[int]:

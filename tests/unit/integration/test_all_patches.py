@@ -10,11 +10,12 @@ import pytest
 
 from megatron_resihp.config import INJECTION_POINTS
 from megatron_resihp.integration import enable
+from megatron_resihp.integration.patches.experts.additional_rounds import patches_of as round_patches
 from megatron_resihp.integration.patches.training import training_patches
 from megatron_resihp.integration.probes.injection_points import TARGETS, injection_patches
 from megatron_resihp.integration.probes.patches import probe_patches
 from megatron_resihp.integration.releases import current
-from megatron_resihp.integration.streams.patches import patches_of
+from megatron_resihp.integration.streams.patches import patches_of as stream_patches
 
 
 def worker(points: set[str]) -> Any:
@@ -29,7 +30,10 @@ RUNTIME = worker(set(INJECTION_POINTS))
 
 
 TRAINING = training_patches(RUNTIME, current())
-PATCHES = enable.writer_patches() + TRAINING + probe_patches(RUNTIME) + injection_patches(RUNTIME) + patches_of(RUNTIME)
+PATCHES = [
+    *enable.writer_patches(), *TRAINING, *probe_patches(RUNTIME), *injection_patches(RUNTIME),
+    *stream_patches(RUNTIME), *round_patches(RUNTIME),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.target)

@@ -10,11 +10,12 @@ from planner_instances import first_plan, healthy, job
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.memory import memory_of
 from megatron_resihp.cost.room import check_change
-from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, Replica, Schedule, shortened, spelled_out
+from megatron_resihp.plan import Chunk, OwnSplit, ParallelPlan, PlanError, Replica, Schedule, shortened, spelled_out
 from megatron_resihp.plan.layers import chunks_from
-from megatron_resihp.planner import NoPlanError
+from megatron_resihp.planner import NoPlanError, bridge
 from megatron_resihp.planner.bridge import plainly_ordered, propose, strategy_named
 from megatron_resihp.planner.evaluation import evaluate
+from megatron_resihp.planner.moves import bytes_to_move
 from megatron_resihp.planner.strategies import joint as search
 from megatron_resihp.planner.strategies.joint import joint
 from megatron_resihp.planner.strategies.registry import STRATEGIES, Change
@@ -72,6 +73,27 @@ def test_an_interleaved_job_is_expected_to_wait_less() -> None:
     assert evaluate(turns, healthy(plan), cost).iteration_s < evaluate(plain, healthy(plan), cost).iteration_s
 
 
+def test_no_recovery_puts_a_distributed_optimizer_together_where_the_host_lacks_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The job goes on in whole replicas of its own layout, whose parts stay parts."""
+    cost = job(layers=8, micro_batches=4)
+    before = first_plan(cost, tensor=1, replicas=2, pipeline=2)
+    own = before.replicas[0].chunks
+    cost = replace(cost, training=replace(cost.training, distributed_optimizer=True, shared_by=OwnSplit(own, 1)))
+    others = (Chunk(0, 0, 3), Chunk(1, 3, cost.layers))
+    after = ParallelPlan((replace(before.replicas[0], chunks=others, micro_batches=(0, 1, 2, 3)),))
+    monkeypatch.setattr(bridge, "strategy_named", lambda name: lambda plan, health, cost: after)
+
+    def asked(host: int) -> ParallelPlan:
+        known = replace(cost, device=replace(cost.device, host=host))
+        return propose("any", before, own, healthy(before, dead=(1,)), known, lambda: 0.0).plan
+
+    assert asked(0) == asked(1 << 40) == after, "0: nothing is known of the host"
+    with pytest.raises(NoPlanError, match="host memory on worker"):
+        asked(1 << 20)
+
+
 class TestRoomOnTheWay:
     """Devices that the plan in force almost fills: old and new state are too much for them together."""
 
@@ -95,3 +117,12 @@ class TestRoomOnTheWay:
         proposal = propose("joint", plan, plan.replicas[0].chunks, healthy(plan, dead=(3,)), cost, lambda: 1.5)
         with pytest.raises(PlanError):
             check_change(plan, proposal.plan, cost.model, cost.training, cost.device.memory)
+
+
+def test_sending_state_is_a_part_of_the_change() -> None:
+    cost = job(layers=8, micro_batches=4)
+    plan = first_plan(cost, tensor=1, replicas=2, pipeline=2)
+    proposal = propose("joint", plan, plan.replicas[0].chunks, healthy(plan, dead=(3,)), cost, lambda: 0.0)
+    lacking = max(bytes_to_move(plan, proposal.plan, cost).values())
+    assert proposal.sending_s == pytest.approx(lacking / cost.device.bandwidth)
+    assert proposal.moving_s == pytest.approx(cost.rebuild_s + proposal.sending_s)

@@ -71,6 +71,20 @@ class TestTime:
         [whole_round] = iteration_times(plan_of(4), WELL, COST, even + (np.arange(8) % 2 == 0) * 4 * even)
         assert typical < one == pytest.approx(whole_round)
 
+    def test_one_with_fewer_micro_batches_takes_as_long_as_one_with_most(self) -> None:
+        hands = [(0, 1), (2, 3, 4), (5,), (6, 7)]
+        uneven, even = (
+            replace(plan_of(4), replicas=tuple(replace(each, micro_batches=hand)
+                                               for each, hand in zip(plan_of(4).replicas, given, strict=True)))
+            for given in (hands, [(0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11)])
+        )  # fmt: skip
+        assert evaluate(uneven, WELL, COST).replica_s == evaluate(even, WELL, COST).replica_s
+        squares = np.full((1, 8), COST.typical_squares)
+        squares[:, 5] *= 4  # run in each of three rounds
+        [again] = iteration_times(uneven, WELL, COST, squares)
+        squares[:, 2:5] = squares[:, 5]
+        assert [again] == pytest.approx(iteration_times(uneven, WELL, COST, squares))
+
     def test_those_that_share_sequences_each_do_a_part(self) -> None:
         cost = JobCost(LONG, Training(131072), DEVICE, 4, 4, sharings=(Sharing(4), Sharing(2), Sharing()))
         hands = [(0, 1, 2, 3)] * 4

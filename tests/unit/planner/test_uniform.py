@@ -285,6 +285,36 @@ class TestSharedExperts:
         assert set(plan.members) == set(held) and plan.micro_batch_count == micro_batches
         assert all(kept is None for kept in plan.standbys.values()) or plan.expert_parallel == 1
 
+    @pytest.mark.parametrize(
+        ("micro_batches", "group", "equal", "expected"),
+        [
+            (8, None, False, (3, [3, 3, 2])), (8, None, True, (1, [3, 3, 2])), (9, None, True, (3, [3, 3, 3])),
+            (5, None, False, (3, [2, 2, 1])), (3, None, False, (3, [1, 1, 1])), (7, 2, False, (3, [3, 2, 2])),
+            (16, 4, False, (3, [6, 5, 5])),
+        ],
+    )  # fmt: skip
+    def test_three_that_share_have_unequal_numbers_of_micro_batches_if_they_may(
+        self, micro_batches: int, group: int | None, equal: bool, expected: tuple[int, list[int]]
+    ) -> None:
+        stages = 1 if group is None else 2
+        shape = JobShape(1, stages, micro_batches, micro_batch_group=group, equal_rounds=equal,
+                         sharings=sharings((1,), expert_degrees(4, 12)))  # fmt: skip
+        places = shape.coordinates()
+        before = ParallelPlan(
+            tuple(Replica(tuple((len(places) * r + s,) for s in range(stages)), (r,)) for r in range(3))
+        )
+        held = {len(places) * r + place.stage: place for r in range(3) for place in places}
+        plan = plan_uniform(shape, held, before)
+        assert plan.expert_parallel == expected[0] and not plan.standbys
+        assert [len(replica.micro_batches) for replica in plan.replicas] == expected[1]
+
+    def test_the_time_of_those_that_share_is_that_of_the_one_with_most_micro_batches(self) -> None:
+        """Four with 2, 2, 2 and 1 take as long as two pairs, and hold fewer experts each."""
+        shape = JobShape(1, 1, 7, sharings=sharings((1,), (4, 2, 1)))
+        before = ParallelPlan(tuple(Replica(((w,),), (w,)) for w in range(4)))
+        plan = plan_uniform(shape, dict.fromkeys(range(4), Coordinate(0, 0)), before)
+        assert (plan.expert_parallel, [len(each.micro_batches) for each in plan.replicas]) == (4, [2, 2, 2, 1])
+
     def test_the_first_plan_is_megatrons(self) -> None:
         plan = initial_plan(JobShape(2, 1, 8, sharings=sharings((1,), (2, 1))), 8)
         assert plan.grid.rank_order() == tuple(range(8)) and plan.expert_parallel == 2

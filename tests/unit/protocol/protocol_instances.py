@@ -14,7 +14,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
 
-from megatron_resihp.coding import Between, Matches
+from megatron_resihp.coding import Between, Matches, Repeated
 from megatron_resihp.coding.decoding import MOST_CHARACTERS
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard
 from megatron_resihp.protocol.answers import ANSWERS
@@ -75,6 +75,7 @@ def instances_of(kind: Any) -> st.SearchStrategy[Any]:
 
 
 def _ruled(kind: Any, *rules: Any) -> st.SearchStrategy[Any]:
+    rules = tuple(rule for rule in rules if not isinstance(rule, Repeated))
     bounds = [rule for rule in rules if isinstance(rule, Between)]
     if kind is int and bounds:
         least, most = bounds[0].least, bounds[0].most

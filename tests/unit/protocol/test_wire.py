@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import replace
 from typing import Any, get_type_hints
 
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from protocol_instances import ALL, PLAN, instances_of
+from protocol_examples import JOB
+from protocol_instances import ALL, PLAN, instances_of, spoiled
 
+from megatron_resihp.coding import decode
 from megatron_resihp.coding.decoding import MOST_CHARACTERS, MOST_ITEMS
 from megatron_resihp.plan import Shard
 from megatron_resihp.protocol import version, wire
@@ -19,6 +22,7 @@ from megatron_resihp.protocol.messages import (
     MESSAGES,
     EventsReported,
     JobStarted,
+    JoinRequest,
     ProcessExited,
     Ready,
     ScriptFailed,
@@ -130,6 +134,97 @@ def test_the_field_that_is_wrong_is_named(body: Any, path: str, value: Any, said
 )  # fmt: skip
 def test_what_is_no_message_is_refused(text: str, said: str) -> None:
     assert refused(text) == said
+
+
+def whole(value: Any, kinds: Kinds[Any] = MESSAGES) -> Any:
+    """What is read of a text of which nothing is known, since it does not begin as others; or why it is refused."""
+    return outcome(" " + json.dumps(value), kinds)
+
+
+def outcome(text: str, kinds: Kinds[Any] = MESSAGES) -> Any:
+    try:
+        return kinds.read(text).body
+    except MalformedError as error:
+        return str(error)
+
+
+OTHERS = replace(RECORD, times={5: {"interval_s": 2.5}}, position=3)
+
+
+@pytest.mark.parametrize("body", [REPORT, replace(REPORT, record=OTHERS), JobStarted(3, JOB), JoinRequest(3, JOB)])
+def test_what_another_has_said_alike_is_read_once(body: Any) -> None:
+    """Thousands of workers say the same of the job, and of the iteration that they are in."""
+    first, again = (MESSAGES.read(json.dumps({**plain(body), "sender": f"worker {n}"})).body for n in range(2))
+    assert first == again == body == whole(plain(body))
+    if isinstance(body, SurvivorReport):
+        assert first.record.counters is again.record.counters and first.record.outcomes is again.record.outcomes
+    else:
+        assert first.job is again.job
+
+
+@pytest.mark.parametrize("body", [REPORT, JobStarted(3, JOB)])
+def test_what_is_wrong_is_found_beside_what_is_known(body: Any) -> None:
+    assert MESSAGES.read(json.dumps(plain(body))).body == body
+    for path, _, other in spoiled(plain(body)["body"]):
+        letter = {**plain(body), "body": other}
+        assert outcome(json.dumps(letter)) == whole(letter), path
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"counters": {', '"counters": {}, "counters": {'),
+        ('"held": ', '"counters": {"5": {"iteration": 4}}, "held": '),
+        ('"held": ', '"counters": {}, "held": '),
+        ('"position": 0', '"position": {"a": 0, "counters": {"5": {"iteration": 4}}}'),
+        ('"iteration": 4}', '"iteration": 4, "counters": {"5": {"iteration": 4}}}'),
+        (', "counters": {', ', "counters": "{", "outcomes": {'),
+        (', "counters": {', ', "counters: {'),
+        ('{"iteration": 4}}', '{"iteration": 4}'),
+        ('"sender": "worker 3"', '"sender": "a\\", \\"counters\\": {}"'),
+    ],
+    ids=range(9),
+)  # fmt: skip
+def test_parts_in_other_places_are_not_taken_for_those_that_are_known(old: str, new: str) -> None:
+    """The second of two equal names counts, and a name means something in its place only."""
+    text = json.dumps(plain(REPORT))
+    assert MESSAGES.read(text).body == REPORT and old in text
+    changed = text.replace(old, new, 1)
+    assert outcome(changed) == outcome(" " + changed)
+
+
+def test_what_no_rule_is_about_is_read_as_it_is() -> None:
+    """Even if it looks like a part that is known."""
+    letter = plain(REPORT)
+    record = letter["body"]["record"]
+    times = {"5": {"interval_s": 1.0, "outcomes": record["outcomes"]}}
+    letter["body"]["record"] = {"times": times, **{name: each for name, each in record.items() if name != "times"}}
+    for _ in range(2):
+        read = outcome(json.dumps(letter))
+        assert read == replace(REPORT, record=replace(RECORD, times={5: times["5"]}))
+
+
+@settings(max_examples=8, phases=(Phase.generate,))
+@given(data=st.data())
+def test_the_text_of_a_body_says_what_the_body_does(data: st.DataObject) -> None:
+    for kinds, kind in EVERY_KIND:
+        body = data.draw(instances_of(kind))
+        said = kinds.read(kinds.write(body, SENDER, "a.1")).said
+        assert "\n" not in said and decode(kind, json.loads(said)) == body
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps({**plain(REPORT), "protocol": f"{version.MAJOR}.{version.MINOR + 1}"}),
+        json.dumps({**plain(ScriptFailed(1, "é", 1))}, ensure_ascii=False), json.dumps(plain(REPORT), indent=1),
+        json.dumps(plain(REPORT)).replace('"body": {', '"body": {\n'), " " + json.dumps(plain(REPORT)),
+        json.dumps(plain(REPORT))[:-1] + f', "protocol": "{version.MAJOR}.{version.MINOR + 1}", "mood": {{}}}}',
+    ],
+    ids=range(6),
+)  # fmt: skip
+def test_a_text_that_is_not_as_this_version_writes_it_is_not_taken_on(text: str) -> None:
+    assert MESSAGES.read(text).said == ""
 
 
 def test_a_plan_that_breaks_a_rule_is_refused() -> None:

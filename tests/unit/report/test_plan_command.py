@@ -16,11 +16,12 @@ from megatron_resihp.cost.fitted.fit import fit
 from megatron_resihp.cost.fitted.model import CostModel
 from megatron_resihp.cost.fitted.store import save
 from megatron_resihp.cost.running import cost_of_job
+from megatron_resihp.lab.strategies import FOR_SHARERS as BASELINES
 from megatron_resihp.plan import ParallelPlan, even_chunks, spelled_out
 from megatron_resihp.plan.slots import renamed
 from megatron_resihp.planner.evaluation import evaluate
 from megatron_resihp.planner.health import Health
-from megatron_resihp.planner.strategies.registry import STRATEGIES
+from megatron_resihp.planner.strategies.registry import FOR_SHARERS, STRATEGIES
 from megatron_resihp.protocol.planning import KnownJob
 from megatron_resihp.report.plan.source import megatron_arguments
 
@@ -336,3 +337,66 @@ def test_flags_are_read_as_megatron_reads_them() -> None:
     assert arguments["num_layers"] == 4 and arguments["lr"] == 1e-3 and arguments["bf16"] is True
     assert arguments["add_bias_linear"] is False and "disable_bias_linear" not in arguments
     assert arguments["resihp_inject"] == ["a", "b"]
+
+
+EXPERTS = ("--model", "mixtral-8x7b", "--gpus", 32, "--tp", 2, "--pp", 4, "--ep", 4, "--micro-batches", 16,
+           "--sequence-parallel", "--distributed-optimizer")  # fmt: skip
+SEQUENCES = ("--model", "llama2-7b", "--gpus", 16, "--tp", 2, "--pp", 2, "--cp", 2, "--seq-length", 8192,
+             "--micro-batches", 8, "--sequence-parallel", "--distributed-optimizer")  # fmt: skip
+
+
+class TestOfSharers:
+    """Jobs whose replicas share experts or sequences."""
+
+    @pytest.mark.parametrize(("sizes", "layout"), [(EXPERTS, "TP 2 × PP 4 × DP 4, EP 4 × ETP 2"),
+                                                   (SEQUENCES, "TP 2 × CP 2 × PP 2 × DP 2,")])  # fmt: skip
+    def test_strategies_that_can_are_compared(
+        self, sizes: tuple[Any, ...], layout: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert plan(*sizes, "--dead", 5, "--slow", "9=0.5", "--compare") == 0
+        shown = capsys.readouterr().out
+        assert layout in shown
+        assert not [name for name in (*FOR_SHARERS, *BASELINES) if f" {name} " not in shown]
+        [line] = [line for line in shown.splitlines() if "no plans of jobs whose replicas share" in line]
+        assert not [name for name in STRATEGIES if name not in line]
+
+    def test_the_plan_says_who_shares(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert plan(*EXPERTS, "--dead", 5, "--json") == 0
+        found = as_json(capsys)
+        assert found["plan"]["expert_parallel"] == 4 and "left_out" not in found
+        answer = found["strategies"]["by-speed"]
+        assert 5 not in ParallelPlan.from_dict(answer["plan"]).members
+        assert 0 < answer["share_of_bound"] <= 1
+
+    def test_experts_may_be_shared_inside_a_stage(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert plan(*EXPERTS, "--etp", 1, "--json") == 0
+        found = as_json(capsys)["plan"]
+        assert (found["expert_parallel"], found["expert_members"]) == (2, 1)
+
+    def test_a_picture_is_drawn(self, tmp_path: Path) -> None:
+        assert plan(*EXPERTS, "--dead", 5, "--plot", tmp_path / "plan.png") == 0
+        assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (
+                (*EXPERTS, "--strategy", "joint"),
+                "joint plans no jobs whose replicas share experts or sequences; choose",
+            ),
+            ((*SIZES, "--strategy", "rectangles"), "rectangles plans only jobs whose replicas share"),
+            ((*EXPERTS, "--strategy", "rectangle"), "unknown strategy 'rectangle'; do you mean rectangles?"),
+            ((*EXPERTS, "--ep", 3), "EP 3 can't share the 8 experts of a layer evenly"),
+            ((*SIZES, "--ep", 2), "EP 2 can't share the 0 experts of a layer evenly"),
+            ((*EXPERTS, "--etp", 3), "ETP 3 doesn't divide TP 2"),
+            ((*EXPERTS, "--ep", 1, "--etp", 1), "EP 1 x ETP 1 isn't a multiple of TP 2"),
+            ((*EXPERTS, "--ep", 8), "4 replicas can't share experts in groups of 8"),
+            ((*SIZES, "--cp", 3), "too few for one replica of TP 4 × CP 3 × PP 2"),
+            ((*SEQUENCES, "--seq-length", 8190), "2 replicas can't share the 8190 tokens of a sequence evenly"),
+            ((*SIZES, "--cp", 0), "--cp must be at least 1"),
+        ],
+    )
+    def test_bad_input_gets_one_line(
+        self, arguments: tuple[Any, ...], said: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        test_bad_input_gets_one_line(arguments, said, capsys)

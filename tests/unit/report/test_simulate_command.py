@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from megatron_resihp.cli import main
+from megatron_resihp.lab.strategies import FOR_SHARERS as BASELINES
+from megatron_resihp.planner.strategies.registry import FOR_SHARERS
 from megatron_resihp.simulator.scenario_file import scenario_of
 
 JOB = {"model": "llama2-7b", "tp": 4, "pp": 2, "dp": 2, "micro_batches": 8}
@@ -43,6 +45,22 @@ def test_a_file_is_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert 0 < found["strategies"]["drop-replica"]["share_of_capacity"] < 1
     assert found["strategies"]["unmitigated"]["orders"][0]["aborted"]
     assert (tmp_path / "out" / "throughput.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_jobs_with_experts_and_long_sequences_are_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    experts = {"model": "mixtral-8x7b", "tp": 2, "pp": 4, "dp": 4, "ep": 4, "etp": 1, "micro_batches": 16,
+               "sequence_parallel": True, "distributed_optimizer": True,
+               "expert_loads": [3, 2, 1, 1, 1, 1, 1, 1]}  # fmt: skip
+    sequences = {"model": "llama2-7b", "tp": 2, "pp": 2, "dp": 2, "cp": 2, "micro_batches": 8, "seq_length": 8192,
+                 "sequence_parallel": True, "distributed_optimizer": True}  # fmt: skip
+    for job in (experts, sequences):
+        path = scenario(tmp_path, job=job, events=[{"at_h": 1, "dead": [5]}, {"at_h": 2, "slow": [0], "speed": 0.5}])
+        assert simulate(path, "--out", tmp_path / "out") == 0
+        found = results(tmp_path / "out")["strategies"]
+        assert set(found) == {"unmitigated", *FOR_SHARERS, *BASELINES}
+        assert 0 < found["unmitigated"]["share_of_capacity"] < found["by-speed"]["share_of_capacity"] < 1
+        assert simulate(path, "--strategies", "joint") == 2
+        assert "joint plans no jobs whose replicas share experts or sequences" in capsys.readouterr().err
 
 
 def test_a_job_that_died_half_way_had_not_all_of_its_capacity(tmp_path: Path) -> None:

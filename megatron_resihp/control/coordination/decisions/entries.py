@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii
 from typing import Annotated, Any, Final, get_args
 
 from megatron_resihp.coding import Form, WrongValueError, decode, encode, omitted_if
@@ -22,7 +23,8 @@ from megatron_resihp.events.event import Event
 from megatron_resihp.events.nonfinite import jsonable
 from megatron_resihp.plan import Coordinate, ParallelPlan
 from megatron_resihp.protocol.logs import Place
-from megatron_resihp.protocol.wire import Kinds
+from megatron_resihp.protocol.version import VERSION
+from megatron_resihp.protocol.wire import COORDINATOR, Kinds
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,29 @@ class Step:
 
 Entry = Began | Step
 ENTRIES: Final = Kinds[Entry](get_args(Entry), "a decision")
+
+
+def line_of(entry: Entry) -> str:
+    """The text of an entry, in one line."""
+    return ENTRIES.write(entry, COORDINATOR)
+
+
+def line_of_step(step: Step, said: str) -> str:
+    """As `line_of`.
+
+    Args:
+        said: the text of the body of the message that the state machine was fed, see `wire.Letter`; empty: there is
+            none. It is not written anew: most steps are messages that decide nothing by themselves.
+    """
+    decided = step.actions or step.answers or step.error is not None
+    if not said or decided or step.reached is not None or step.page is not None or step.letter is None:
+        return line_of(step)
+    letter = encode_basestring_ascii(step.letter)
+    fed = f'{{"kind": "{type(step.fed).__name__}", "body": {said}}}'
+    return f'{_STEP}{{"number": {step.number}, "now": {step.now!r}, "fed": {fed}, "letter": {letter}}}}}'
+
+
+_STEP: Final = f'{{"protocol": "{VERSION}", "kind": "{Step.__name__}", "sender": "{COORDINATOR}", "id": null, "body": '
 
 
 def names_of(actions: Iterable[Action]) -> tuple[str, ...]:

@@ -30,10 +30,10 @@ class NotBegunError(UnusableError):
 
 
 class Read(NamedTuple):
-    """An entry, as its place holds it.
+    """A line of the log, as its place holds it.
 
     Attributes:
-        number: of the entry there.
+        number: of what holds it there.
         text: what it says.
         damage: why that can't be read, in words.
     """

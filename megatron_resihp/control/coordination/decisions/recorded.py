@@ -6,14 +6,13 @@ May import `plan`, `planner`, `protocol`, `events` and this package's modules.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self
 
 from megatron_resihp.control.coordination.actions import Action, Limits
 from megatron_resihp.control.coordination.decisions.entries import (
     Began,
     CoordinatorFailed,
-    Entry,
     Fed,
     Found,
     NotFound,
@@ -22,6 +21,8 @@ from megatron_resihp.control.coordination.decisions.entries import (
     Step,
     TakenOver,
     digest_of,
+    line_of,
+    line_of_step,
     names_of,
 )
 from megatron_resihp.control.coordination.decisions.replay import Replay, feed, told
@@ -41,11 +42,17 @@ class UnrecordedError(Exception):
     """A log can't take what was decided. So nothing of it may be carried out, and nothing more be decided."""
 
 
+Write = Callable[[Sequence[str]], None]
+"""Takes lines of a log (`entries.line_of`), in their order; may raise UnrecordedError."""
+
+
 class Recorded:
     """As `Membership`.
 
+    What has led to actions is written before these are returned. What has led to none is written with what comes next,
+    or by `write_down`: thousands of workers may report at once, and only the last of these reports decides something.
+
     Args:
-        write: takes what happened, in its order; may raise UnrecordedError.
         run: the run's token.
     """
 
@@ -54,27 +61,26 @@ class Recorded:
         size: JobSize,
         limits: Limits | None = None,
         next_plan: NextPlan = uniform_or_less,
-        write: Callable[[Entry], None] = lambda entry: None,
+        write: Write = lambda lines: None,
         run: str = "",
     ) -> None:
         self._go_on(Membership(size, limits, self._plan), 0, next_plan, write)
-        write(Began(__version__, size, self.state.limits, run))
+        write([line_of(Began(__version__, size, self.state.limits, run))])
 
     @classmethod
-    def after(cls, replay: Replay, next_plan: NextPlan, write: Callable[[Entry], None]) -> Self:
+    def after(cls, replay: Replay, next_plan: NextPlan, write: Write) -> Self:
         """The state machine that has folded a log, and goes on where that ends."""
         going_on = cls.__new__(cls)
         going_on._go_on(replay.membership, replay.steps, next_plan, write)
         replay.planner = going_on._plan
         return going_on
 
-    def _go_on(
-        self, membership: Membership, number: int, next_plan: NextPlan, write: Callable[[Entry], None]
-    ) -> None:  # fmt: skip
+    def _go_on(self, membership: Membership, number: int, next_plan: NextPlan, write: Write) -> None:
         self._membership = membership
         self._number = number
         self._next_plan = next_plan
         self._write = write
+        self._lines: list[str] = []
         self._answers: list[PlannerSaid] = []
         job = self.state.job
         self._reached, self._page = job.reached, job.pages.last
@@ -84,15 +90,16 @@ class Recorded:
         """What it knows; only to be read."""
         return self._membership.state
 
-    def handle(self, message: Input, now: float, letter: str | None = None) -> list[Action]:
+    def handle(self, message: Input, now: float, letter: str | None = None, said: str = "") -> list[Action]:
         """React to one message. A page of the log decides nothing: where it belongs is noted with the next step.
 
         Args:
             letter: the id of what brought it.
+            said: its text; see `wire.Letter`.
         """
         if isinstance(message, LogPage):
             return self._membership.handle(message, now)
-        return self._step(message, now, letter)
+        return self._step(message, now, letter, said)
 
     def tick(self, passed_s: float, now: float) -> list[Action]:
         """Time has passed; what nothing waits for is not noted."""
@@ -107,29 +114,41 @@ class Recorded:
         return self._step(CoordinatorFailed(reason, unpublished), now)
 
     def take_over(self, by: str, now: float) -> list[Action]:
-        """Go on in the place of a coordinator that was lost."""
-        return self._step(TakenOver(by), now)
+        """Go on in the place of a coordinator that was lost; when this returns, that is written."""
+        actions = self._step(TakenOver(by), now)
+        self.write_down()
+        return actions
 
-    def _step(self, fed: Fed, now: float, letter: str | None = None) -> list[Action]:
+    def write_down(self) -> None:
+        """Write what was decided about and is not written yet."""
+        if self._lines:
+            lines, self._lines = self._lines, []
+            self._write(lines)
+
+    def _step(self, fed: Fed, now: float, letter: str | None = None, said: str = "") -> list[Action]:
         job, self._answers = self.state.job, []
         reached = job.reached if job.reached != self._reached else None
         page = job.pages.last if job.pages.last != self._page else None
         try:
             actions = feed(self._membership, fed, now)
         except Exception as error:
-            self._note(fed, now, letter, reached, page, [], told(error))
+            self._note(fed, now, letter, said, reached, page, [], told(error))
+            self.write_down()
             raise
-        self._note(fed, now, letter, reached, page, actions)
+        self._note(fed, now, letter, said, reached, page, actions)
+        if actions:
+            self.write_down()
         return actions
 
     def _note(
-        self, fed: Fed, now: float, letter: str | None, reached: int | None, page: Place | None,
+        self, fed: Fed, now: float, letter: str | None, said: str, reached: int | None, page: Place | None,
         actions: list[Action], error: str | None = None,
     ) -> None:  # fmt: skip
         self._number += 1
         self._reached, self._page = self.state.job.reached, self.state.job.pages.last
         answers, names, digest = tuple(self._answers), names_of(actions), digest_of(actions)
-        self._write(Step(self._number, now, fed, letter, reached, page, answers, names, digest, error))
+        step = Step(self._number, now, fed, letter, reached, page, answers, names, digest, error)
+        self._lines.append(line_of_step(step, said))
 
     def _plan(self, survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
         try:

@@ -36,10 +36,14 @@ class Departures:
 
     def among(self, workers: Iterable[int]) -> frozenset[int]:
         """Which of these workers are to leave."""
+        if not self.workers and not self.agents:
+            return frozenset()
         return frozenset(w for w in workers if w in self.workers or self.joining.node_of(w) in self.agents)
 
     def without_members(self, living: Collection[int]) -> list[int]:
         """Nodes that may leave, because no plan needs their workers."""
+        if not self.agents:
+            return []
         needed = {self.joining.node_of(worker) for worker in living}
         return sorted(self.agents.keys() - needed)
 

@@ -28,10 +28,10 @@ NAMES = {"n0": ["10.0.0.1"], "n1": ["127.0.1.1"], "lost": [], "v6": ["fe80::1%et
 
 def test_workers_get_the_interface_for_gloo_and_for_nccl() -> None:
     job = JobEnvironment(
-        node=1, size=JobSize(2, 1), store=NODE_0, secret=fresh_secret(), run_dir=Path(), heartbeat_s=1.0,
+        node=1, size=JobSize(2, 1), store=NODE_0, run_dir=Path(), heartbeat_s=1.0,
         stand_in=False, network=variables("eth1"),
     )  # fmt: skip
-    found = job.of(1, 3, 4, {GLOO: "eth0"})
+    found = job.of(1, {}, {GLOO: "eth0"})
     assert (found[GLOO], found[NCCL]) == ("eth1", "=eth1")
     assert variables(None) == {}
 

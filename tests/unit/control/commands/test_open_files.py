@@ -15,11 +15,11 @@ from megatron_resihp.control.job_size import JobSize
 
 def test_a_large_job_needs_more_than_the_usual_limit() -> None:
     assert open_files.problem(JobSize(16, 8), 0, 1024) is None
-    problem = open_files.problem(JobSize(64, 8), 0, 1024)
+    problem = open_files.problem(JobSize(256, 8), 0, 1024)
     assert problem is not None and "\n" not in problem
-    assert "--nnodes 64 --nproc-per-node 8" in problem and str(open_files.needed(JobSize(64, 8), 0)) in problem
-    assert open_files.problem(JobSize(64, 8), 1, 1024) is None, "only node 0 serves the others"
-    assert open_files.problem(JobSize(64, 8), 0, resource.RLIM_INFINITY) is None
+    assert "--nnodes 256 --nproc-per-node 8" in problem and str(open_files.needed(JobSize(256, 8), 0)) in problem
+    assert open_files.problem(JobSize(256, 8), 1, 1024) is None, "only node 0 serves the others"
+    assert open_files.problem(JobSize(256, 8), 0, resource.RLIM_INFINITY) is None
 
 
 def test_nodes_that_may_join_count() -> None:

@@ -33,6 +33,7 @@ def log(tmp_path: Path) -> Path:
         job.tick(0.5, 1001.5)
         job.handle(ProcessExited(1, -9, 1002.0), 1002.0)
         job.tick(0.5, 1002.5)
+        job.write_down()
     return tmp_path / FILE_NAME
 
 

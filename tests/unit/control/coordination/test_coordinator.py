@@ -10,13 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from replayed import replay
+from replayed import entries_in, replay
 
 from megatron_resihp.control import exit_codes
 from megatron_resihp.control.coordination import coordinator
 from megatron_resihp.control.coordination.actions import Limits
 from megatron_resihp.control.coordination.coordinator import Coordinator
 from megatron_resihp.control.coordination.decisions.entries import Entry, Step
+from megatron_resihp.control.coordination.decisions.recorded import Write
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.plan import Chunk, Shard
 from megatron_resihp.planner import NoPlanError
@@ -78,6 +79,11 @@ class Played:
 
     def delete_all(self, prefix: str) -> None:
         """There are no keys of torch."""
+
+
+def keep(entries: list[Entry]) -> Write:
+    """A log that is a list."""
+    return lambda lines: entries.extend(entries_in(lines))
 
 
 def injection(action: str, worker: int, struck_at: float) -> EventsReported:
@@ -269,9 +275,31 @@ def test_what_is_published_was_written_down_before(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(store, "set_once", put)
     monkeypatch.setattr(store, "set", put)
-    ends_after(store, code=exit_codes.FAILED, write_decision=decisions.append)
+    ends_after(store, code=exit_codes.FAILED, write_decision=keep(decisions))
     assert published == ["EpochPlan", "Go", "EpochIsBroken", "EpochPlan", "Go", "JobEnds", "JobEnd"]
     replay(decisions)
+
+
+class AllAtOnce(Played):
+    """Gives all messages at once that are there."""
+
+    def take(self, queue: str, timeout_s: float) -> list[str]:
+        texts = []
+        while taken := super().take(queue, timeout_s if not texts else 0.0):
+            texts += taken
+        return texts
+
+
+def test_what_comes_at_once_and_decides_one_thing_is_written_at_once() -> None:
+    """In a job of thousands of workers as many reports come, and each write would cost time."""
+    written: list[list[Entry]] = []
+    store = AllAtOnce(*trained_until_a_death(), *REPORTED, 0.5, SaveRequest(1.0), ready(0, 1), 0.5, END)
+    ends_after(store, exit_codes.FAILED, write_decision=lambda lines: written.append(entries_in(lines)))
+    fed = [[type(each.fed).__name__ for each in entries if isinstance(each, Step)] for entries in written]
+    assert ["SurvivorReport"] * len(REPORTED) in fed, "the last one leads to a plan"
+    at = fed.index(["SaveRequest"])
+    assert fed[at + 1] == ["Ready"], "before it waits it writes down all"
+    replay([entry for entries in written for entry in entries])
 
 
 @pytest.mark.parametrize(
@@ -284,7 +312,7 @@ def test_what_the_planner_raised_needs_no_planner_to_be_replayed(error: Exceptio
 
     decisions: list[Entry] = []
     store = Played(*trained_until_a_death(), *REPORTED, saved(0))
-    ends_after(store, code, next_plan=next_plan, write_decision=decisions.append)
+    ends_after(store, code, next_plan=next_plan, write_decision=keep(decisions))
     replay(decisions)
 
 
@@ -296,7 +324,7 @@ def test_pages_and_iterations_are_told_by_what_comes_after_them() -> None:
     decisions: list[Entry] = []
     ends_after(
         Played(*trained, *logs, EventsReported(1, (step,)), death, END),
-        code=exit_codes.FAILED, write_decision=decisions.append,
+        code=exit_codes.FAILED, write_decision=keep(decisions),
     )  # fmt: skip
     steps = [each for each in decisions if isinstance(each, Step)]
     told = [(type(each.fed).__name__, each.reached, each.page) for each in steps if each.reached or each.page]

@@ -9,11 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_coordinator import STARTED, Played, order_in, ready, report, saved
+from replayed import entries_in
+from test_coordinator import STARTED, Played, keep, order_in, ready, report, saved
 
 from megatron_resihp.control import exit_codes, keys
 from megatron_resihp.control.coordination.coordinator import Coordinator
-from megatron_resihp.control.coordination.decisions.entries import ENTRIES, Began, Entry, Step, TakenOver
+from megatron_resihp.control.coordination.decisions.entries import Began, Entry, Step, TakenOver, line_of
 from megatron_resihp.control.coordination.decisions.reading import Decisions
 from megatron_resihp.control.coordination.decisions.recorded import UnrecordedError
 from megatron_resihp.control.coordination.decisions.succession import (
@@ -63,10 +64,11 @@ def run_until(lost_at: int | None) -> tuple[list[Entry], Played]:
     """Of a coordinator that dies when it has kept so many entries, before it carries out the last; None: it doesn't."""
     entries: list[Entry] = []
 
-    def write(entry: Entry) -> None:
-        entries.append(entry)
-        if len(entries) == lost_at:
-            raise UnrecordedError
+    def write(lines: Sequence[str]) -> None:
+        for entry in entries_in(lines):
+            entries.append(entry)
+            if len(entries) == lost_at:
+                raise UnrecordedError
 
     store = Played(*LETTERS)
     if lost_at is None:
@@ -79,7 +81,7 @@ def run_until(lost_at: int | None) -> tuple[list[Entry], Played]:
 
 def folded(entries: Sequence[Entry]) -> Succession:
     """As from a file."""
-    began, *steps = [ENTRIES.read(ENTRIES.write(entry, "a test")).body for entry in entries]
+    began, *steps = entries_in([line_of(entry) for entry in entries])
     assert isinstance(began, Began) and all(isinstance(step, Step) for step in steps)
     return succession(Decisions(began, tuple(steps)))  # type: ignore[arg-type]
 
@@ -97,7 +99,7 @@ def test_the_store_is_as_it_was_wherever_the_one_before_was_lost() -> None:
     for number in lost_at():
         entries, store = run_until(number + 1) if number < len(run_until(None)[0]) else run_until(None)
         again = Played()
-        coordinator(again, list[Entry]().append, folded(entries[:number])).take_over()
+        coordinator(again, keep([]), folded(entries[:number])).take_over()
         assert published(again) == published(store), f"lost after {number} entries"
 
 
@@ -114,7 +116,7 @@ def test_a_letter_that_was_decided_about_counts_once_and_another_is_made_up_for(
         if building:  # what was being built is built again, under the next number
             store.script = deque(_after_a_break(before.state, epoch))
         later: list[Entry] = []
-        successor = coordinator(store, later.append, before)
+        successor = coordinator(store, keep(later), before)
         successor.take_over()
         assert successor.run() == 0
         taken_over, *others = later
@@ -139,7 +141,7 @@ def test_an_epoch_that_was_built_is_broken_for_all() -> None:
     number = next(n for n in lost_at() if folded(run_until(n)[0]).state.phase.value == "building")
     before = folded(run_until(number)[0])
     store = Played(*_after_a_break(before.state, before.state.epoch))
-    successor = coordinator(store, list[Entry]().append, before)
+    successor = coordinator(store, keep([]), before)
     successor.take_over()
     assert successor.run() == 0
     texts = [text for key, text in store.values.items() if key.startswith("notice/")]
@@ -153,7 +155,7 @@ def test_an_error_when_it_takes_over_has_survivors_save_what_they_hold(monkeypat
 
     entries, _ = run_until(8)
     store = Played(*map(report, range(4)), saved(0))
-    successor = coordinator(store, list[Entry]().append, folded(entries))
+    successor = coordinator(store, keep([]), folded(entries))
     monkeypatch.setattr(successor._membership, "take_over", fail)
     successor.take_over()
     assert successor.run() == exit_codes.RETRY

@@ -13,9 +13,9 @@ from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.node import environment
 from megatron_resihp.control.node.environment import JobEnvironment, give_back_nccl, overruled, warnings_of
 from megatron_resihp.control.transport.address import Address
-from megatron_resihp.control.transport.secret import fresh_secret
+from megatron_resihp.control.transport.secret import VARIABLE as SECRET
 
-STORE, SECRET = Address("localhost", 1), fresh_secret()
+STORE = Address("localhost", 1)
 ABSENT = Path("/absent/nccl.conf")
 DIES = "survivors may fault on the memory of a dead peer, and die with it"
 
@@ -26,24 +26,21 @@ def test_a_worker_that_was_not_there_at_the_start_has_a_rank_of_the_first_world(
         node=2,
         size=JobSize(2, 2, late_nodes=1),
         store=STORE,
-        secret=SECRET,
         run_dir=Path("run"),
         heartbeat_s=1.0,
         stand_in=False,
     )
     for worker, rank, local_rank in ((4, "0", "0"), (5, "1", "1"), (11, "1", "1")):
-        found = job.of(worker, 3, 4, {})
+        found = job.of(worker, {}, {})
         assert (found["RESIHP_WORKER"], found["RANK"], found["LOCAL_RANK"]) == (str(worker), rank, local_rank)
         assert (found["WORLD_SIZE"], found["RESIHP_SLOTS"]) == ("4", "6")
 
 
 def test_what_recovery_needs_of_nccl_is_no_choice_of_the_user() -> None:
     """torch's own defaults end survivors; a user's other settings stay."""
-    job = JobEnvironment(
-        node=0, size=JobSize(1, 2), store=STORE, secret=SECRET, run_dir=Path("run"), heartbeat_s=1.0, stand_in=False
-    )
+    job = JobEnvironment(node=0, size=JobSize(1, 2), store=STORE, run_dir=Path("run"), heartbeat_s=1.0, stand_in=False)
     inherited = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4"}
-    found = job.of(1, 3, 4, inherited)
+    found = job.of(1, {}, inherited)
     assert found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     assert found["TORCH_DIST_USE_NCCL2"] == "0"
     assert (found["NCCL_DEBUG"], found["OMP_NUM_THREADS"]) == ("INFO", "4")
@@ -53,28 +50,30 @@ def test_memory_that_workers_share_on_switches_is_off_unless_the_user_says_other
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NCCL uses it by default. A job without the plugin has NCCL's own default."""
-    job = JobEnvironment(
-        node=0, size=JobSize(1, 2), store=STORE, secret=SECRET, run_dir=Path("run"), heartbeat_s=1.0, stand_in=False
-    )
+    job = JobEnvironment(node=0, size=JobSize(1, 2), store=STORE, run_dir=Path("run"), heartbeat_s=1.0, stand_in=False)
     users = tmp_path / "nccl.conf"
     users.write_text("NCCL_NVLS_ENABLE=1\n")
     monkeypatch.setattr(environment, "SYSTEMS_CONF", ABSENT)
     none = {"NCCL_CONF_FILE": str(ABSENT)}
-    assert job.of(1, 3, 4, none)["NCCL_NVLS_ENABLE"] == "0"
-    assert job.of(1, 3, 4, none | {"NCCL_NVLS_ENABLE": "2"})["NCCL_NVLS_ENABLE"] == "2"
-    assert "NCCL_NVLS_ENABLE" not in job.of(1, 3, 4, {"NCCL_CONF_FILE": str(users)})
+    assert job.of(1, {}, none)["NCCL_NVLS_ENABLE"] == "0"
+    assert job.of(1, {}, none | {"NCCL_NVLS_ENABLE": "2"})["NCCL_NVLS_ENABLE"] == "2"
+    assert "NCCL_NVLS_ENABLE" not in job.of(1, {}, {"NCCL_CONF_FILE": str(users)})
     for users_own in ({}, {"NCCL_NVLS_ENABLE": "2"}):
-        found = job.of(1, 3, 4, none | users_own)
+        found = job.of(1, {}, none | users_own)
         give_back_nccl(found)
         assert {name: value for name, value in found.items() if "NVLS" in name} == users_own
 
 
 def test_workers_do_not_get_what_etcd_lets_the_coordinator_in_with() -> None:
-    job = JobEnvironment(
-        node=0, size=JobSize(1, 2), store=STORE, secret=SECRET, run_dir=Path("run"), heartbeat_s=1.0, stand_in=False
-    )
-    found = job.of(1, 3, 4, {"ETCDCTL_USER": "job:password", "ETCDCTL_KEY": "own.key", "HOME": "/home/me"})
+    job = JobEnvironment(node=0, size=JobSize(1, 2), store=STORE, run_dir=Path("run"), heartbeat_s=1.0, stand_in=False)
+    found = job.of(1, {}, {"ETCDCTL_USER": "job:password", "ETCDCTL_KEY": "own.key", "HOME": "/home/me"})
     assert found["HOME"] == "/home/me" and not [name for name in found if name.startswith("ETCDCTL_")]
+
+
+def test_workers_do_not_get_the_jobs_secret() -> None:
+    """Their agent talks to the coordinator for them."""
+    job = JobEnvironment(node=0, size=JobSize(1, 2), store=STORE, run_dir=Path("run"), heartbeat_s=1.0, stand_in=False)
+    assert SECRET not in job.of(1, {"RESIHP_STORE_FD": 5}, {SECRET: "which the user has given"})
 
 
 def warnings_without_files(inherited: dict[str, str]) -> list[str]:

@@ -55,7 +55,9 @@ def survivors(*workers: int, running: ParallelPlan | None = START, **job: Any) -
 
 
 def found(plan: ParallelPlan) -> PlanFound:
-    return PlanFound(plan, planning_s=0.1, iteration_s=1.0, current_s=None, healthy_s=1.0, moving_s=2.0, bound_s=0.9)
+    return PlanFound(
+        plan, planning_s=0.1, iteration_s=1.0, current_s=None, healthy_s=1.0, moving_s=2.0, sending_s=0.0, bound_s=0.9
+    )
 
 
 def strategic(answer: PlannerAnswer) -> StrategicPlan:
@@ -239,6 +241,23 @@ class TestSharedSequences:
         plan, _ = uniform_plan(replace(survivors, job=replace(survivors.job, device_memory=(shared + alone) // 2)))
         assert (plan.context_parallel, len(plan.replicas), set(plan.standbys)) == (2, 2, {2})
 
+    def test_they_go_on_sharing_where_nobody_knows_what_fits(self) -> None:
+        """Some kinds of recomputation are not modelled. One that is left has no choice."""
+        unknown = {**ARGUMENTS, "recompute_granularity": "selective", "recompute_modules": ["moe_act", "layernorm"]}
+        shared, alone = (
+            uniform_plan(replace(self.survivors(*workers, device_memory=2**30), arguments=unknown))[0]
+            for workers in ((0, 1, 2), (0,))
+        )
+        assert (shared.context_parallel, len(shared.replicas)) == (2, 2)
+        assert (alone.context_parallel, len(alone.replicas)) == (1, 1)
+
+    def test_one_that_is_left_goes_on_without_a_reserve(self) -> None:
+        """Whole sequences need all of its memory."""
+        alone, _ = uniform_plan(self.survivors(0))
+        needed = max(use.total for use in memory_of(spelled_out(alone, self.OWN), *model_and_training()).values())
+        plan, _ = uniform_plan(self.survivors(0, device_memory=needed, memory_reserve=50.0))
+        assert (plan.context_parallel, len(plan.replicas)) == (1, 1)
+
     def test_one_that_is_left_says_what_exceeds_its_memory(self) -> None:
         with pytest.raises(NoPlanError, match=r"can't share sequences in groups of 2; with 1 of them memory exceeded"):
             uniform_plan(self.survivors(0, device_memory=2**16))
@@ -264,7 +283,7 @@ class TestTokensThatMeet:
     OWN: ClassVar = even_chunks(4, 1)
     MET: ClassVar = replace(
         JOB, chunks=OWN, pipeline_parallel=1, micro_batches=8, expert_parallel=2, experts=4,
-        keeps_experts="of what they get",
+        keeps_experts="of what they get", equal_rounds="of what they get",
     )  # fmt: skip
 
     def survivors(self, *workers: int, **told: Any) -> Survivors:
@@ -283,7 +302,7 @@ class TestTokensThatMeet:
         plan, _ = uniform_plan(self.survivors(0, 1, 2))
         assert (plan.expert_parallel, len(plan.replicas), plan.standbys) == (2, 2, {2: None})
         mode_of(plan).check_ops(plan, self.OWN, self.MET)
-        alone, _ = uniform_plan(self.survivors(0, 1, 2, keeps_experts=""))
+        alone, _ = uniform_plan(self.survivors(0, 1, 2, keeps_experts="", equal_rounds=""))
         assert (alone.expert_parallel, len(alone.replicas)) == (1, 3)
 
     @pytest.mark.parametrize("replicas", [2, 4, 6, 8, 10, 12])
@@ -313,6 +332,25 @@ class TestTokensThatMeet:
         self.check((4, 0), (5, 1), (2, 6), (3, 7))
         with pytest.raises(PlanError, match="other micro-batches would meet in the experts: of what they get"):
             self.check(*hands)
+
+    def test_micro_batches_that_meet_none(self) -> None:
+        with pytest.raises(PlanError, match="must have equal numbers of micro-batches: of what they get"):
+            self.check((0, 2, 4, 6, 7), (1, 3, 5))
+
+    @pytest.mark.parametrize(("why", "hands"), [("", [3, 3, 2]), ("they run in turns", [])])
+    def test_where_they_may_have_unequal_numbers_of_micro_batches(self, why: str, hands: list[int]) -> None:
+        """Three of four that shared six experts are left. If their numbers must be equal, each has all experts."""
+        free = {"keeps_experts": "", "equal_rounds": why, "expert_parallel": 4, "experts": 12}
+        survivors = replace(self.survivors(0, 1, 2, **free), held=dict.fromkeys(range(3), (Shard(0, 6, 0, 1),)))
+        plan, _ = uniform_plan(survivors)
+        assert (plan.expert_parallel, len(plan.replicas)) == (3 if hands else 1, 3)
+        shared = replace(plan, expert_parallel=3)
+        if hands:
+            assert [len(replica.micro_batches) for replica in plan.replicas] == hands
+            mode_of(shared).check_ops(shared, self.OWN, survivors.job)
+        else:
+            with pytest.raises(PlanError, match="equal numbers of micro-batches: they run in turns"):
+                mode_of(shared).check_ops(shared, self.OWN, survivors.job)
 
 
 def model_and_training() -> tuple[Model, Training]:

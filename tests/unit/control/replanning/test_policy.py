@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from made_up_events import made_up
 
+from megatron_resihp.control.coordination.epoch_events import job_described
 from megatron_resihp.control.replanning.health import Speeds
 from megatron_resihp.control.replanning.policy import Action, AskPlanner, Policy, Recommend, Settings
 from megatron_resihp.control.replanning.trial import Outcome
 from megatron_resihp.events.detection import Verdict
-from megatron_resihp.plan import ParallelPlan, Replica
+from megatron_resihp.plan import ParallelPlan, Replica, even_chunks
+from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.planning import NoPlan, PlanFound, PlannerAnswer
 
 PLAN = ParallelPlan((Replica(((0,), (2,)), (0, 2)), Replica(((1,), (3,)), (1, 3))))
@@ -21,8 +24,8 @@ NEXT = ParallelPlan((Replica(((0,), (2,)), (0, 1, 2)), Replica(((1,), (3,)), (3,
 ITERATION_S = 2.0
 
 
-def found(iteration_s: float, current_s: float | None, moving_s: float = 5.0) -> PlanFound:
-    return PlanFound(NEXT, 0.1, iteration_s, current_s, healthy_s=2.0, moving_s=moving_s, bound_s=iteration_s)
+def found(iteration_s: float, current_s: float | None, sending_s: float = 0.0) -> PlanFound:
+    return PlanFound(NEXT, 0.1, iteration_s, current_s, 2.0, 5.0 + sending_s, sending_s, bound_s=iteration_s)
 
 
 class Run:
@@ -50,8 +53,8 @@ class Run:
         assert isinstance(asked, AskPlanner)
         return asked
 
-    def answer(self, asked: AskPlanner, gain: float = 0.25, moving_s: float = 5.0) -> list[Action]:
-        return self.policy.answered(asked.number, found(2.0 * (1 - gain), 2.0, moving_s), self.now)
+    def answer(self, asked: AskPlanner, gain: float = 0.25, sending_s: float = 0.0) -> list[Action]:
+        return self.policy.answered(asked.number, found(2.0 * (1 - gain), 2.0, sending_s), self.now)
 
     def train(self, iterations: int, seconds: float = ITERATION_S) -> list[Action]:
         found: list[Action] = []
@@ -67,6 +70,24 @@ def test_each_verdict_is_a_reason_to_ask_the_planner() -> None:
     asked = run.verdict(speed=0.4)
     [again] = run.tell("verdict", kind="link", change="onset", workers=[2, 0], speed=0.3, since=11, iteration=11)
     assert isinstance(again, AskPlanner) and again.plan == asked.plan == PLAN and again.number > asked.number
+
+
+@pytest.mark.parametrize(("job", "number"), [
+    ({}, 1),
+    ({"context_parallel": 2}, 0),
+    ({"expert_parallel": 2}, 0),
+    ({"expert_members": 1}, 0),
+])  # fmt: skip
+def test_planners_are_not_asked_about_what_they_do_not_know(job: dict[str, int], number: int) -> None:
+    """Replicas of some jobs share sequences or experts, or members of a stage share these otherwise than layers. Such
+    jobs can't run what a planner would make of them."""
+    sizes: dict[str, Any] = {"tensor_parallel": 1, "pipeline_parallel": 2, "micro_batches": 4, "seq_length": 8}
+    told = JobDescription(**sizes, chunks=even_chunks(4, 2), sequence_parallel=False, pipeline_last=True, **job)
+    policy = Policy(replace(Settings.of(job_described(0, told)), act="act"), Speeds())
+    slow = made_up("verdict", kind="compute", change="onset", workers=[3], speed=0.5, since=1, iteration=2)
+    resumed = made_up("recovery", broken_at=1.0, resumed_at=2.0)
+    policy.note(made_up("epoch_started", plan=PLAN.to_dict(), epoch=0), 0.0)
+    assert [len(policy.note(event, 0.0)) for event in (slow, resumed)] == [number, number]
 
 
 def test_a_change_is_made_once_what_it_would_have_saved_is_what_it_costs() -> None:
@@ -224,6 +245,23 @@ def test_least_time_between_changes() -> None:
     assert isinstance(found, Recommend) and found.cost_s == 0.5, "what a change really cost"
 
 
+@pytest.mark.parametrize(
+    ("stood_still_s", "cost_s"),
+    [(0.5, 60.0), (90.0, 90.0)],
+    ids=["nothing had to move the last time", "it took longer than planners think"],
+)
+def test_a_change_that_moves_much_state_costs_as_much_as_that(stood_still_s: float, cost_s: float) -> None:
+    run = Run()
+    run.tell("epoch_started", plan=PLAN.to_dict(), epoch=1)
+    [asked] = run.tell("recovery", broken_at=1.0, resumed_at=1.0 + stood_still_s)
+    assert isinstance(asked, AskPlanner)
+    run.answer(asked, sending_s=60.0)
+    in_time = round(cost_s / 0.5)
+    assert not run.train(in_time - 1)
+    [found] = run.train(1)
+    assert isinstance(found, Recommend) and found.cost_s == pytest.approx(cost_s)
+
+
 def test_after_a_worker_has_only_looked_well_changes_are_made_less_often() -> None:
     run = Run()
     run.tell("epoch_started", plan=PLAN.to_dict(), epoch=1)
@@ -364,6 +402,29 @@ class TestAPlanThatTheRecoveryDidNotWaitFor:
         run.answer(again)
         [found] = run.train(20)
         assert isinstance(found, Recommend) and found.act == "observe", "a job that only observes"
+
+    def test_also_where_too_few_were_left_for_a_uniform_plan(self) -> None:
+        run = Run(act="observe")
+        run.tell("planned", strategy="uniform", instead_of="joint", reason="no plan within 30 s", overtaken=True)
+        run.tell("planned", strategy="fallback", instead_of="uniform", reason="3 survivors are fewer than TP x PP = 4")
+        run.tell("epoch_started", plan=OTHER.to_dict(), epoch=1)
+        [asked] = run.tell("recovery", resumed_at=1005.0, broken_at=1000.0)
+        assert isinstance(asked, AskPlanner)
+        run.answer(asked)
+        [found] = run.train(20)
+        assert isinstance(found, Recommend) and found.act == "act"
+
+    @pytest.mark.parametrize(("unanswered", "act"), [(False, "observe"), (True, "act")])
+    def test_where_the_strategy_has_none_it_is_not_late(self, unanswered: bool, act: str) -> None:
+        """What is found for a worker that is slow later is a change by choice. A planner that has ended has not said
+        so."""
+        run, [asked] = self.recover(overtaken=True)
+        assert isinstance(asked, AskPlanner)
+        assert not run.policy.answered(asked.number, NoPlan("too little memory", unanswered), run.now)
+        run.train(50)
+        run.answer(run.verdict())
+        [found] = run.train(20)
+        assert isinstance(found, Recommend) and found.act == act
 
     def test_where_there_was_none_nothing_is_asked(self) -> None:
         _, actions = self.recover()

@@ -32,7 +32,9 @@ def request(worker: int = 0, **changed: Any) -> PlannerRequest:
 
 def found_after(seconds: float) -> PlanFound:
     """An answer that is unlike others."""
-    return PlanFound(PLAN, seconds, iteration_s=1.0, current_s=None, healthy_s=1.0, moving_s=1.0, bound_s=1.0)
+    return PlanFound(
+        PLAN, seconds, iteration_s=1.0, current_s=None, healthy_s=1.0, moving_s=1.0, sending_s=0.0, bound_s=1.0
+    )
 
 
 def told(*events: Event, learned: float | None = None) -> PrecomputedPlans:

@@ -48,7 +48,9 @@ def verdict(*workers: int) -> Event:
 
 
 def found(plan: ParallelPlan, iteration_s: float = 1.0) -> PlanFound:
-    return PlanFound(plan, 0.1, iteration_s, current_s=1.0, healthy_s=1.0, moving_s=0.0, bound_s=iteration_s)
+    return PlanFound(
+        plan, 0.1, iteration_s, current_s=1.0, healthy_s=1.0, moving_s=0.0, sending_s=0.0, bound_s=iteration_s
+    )
 
 
 def test_verdicts_that_come_together_lead_to_one_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store that a test serves, and a secret for it."""
+"""A store that a test serves, a secret for it, and the relay of a node's agent to it."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from megatron_resihp.control.transport.address import Address
+from megatron_resihp.control.transport.by_agent import ByAgent, at_hatch
+from megatron_resihp.control.transport.leaders import Leaders
 from megatron_resihp.control.transport.secret import Secret, fresh_secret
 from megatron_resihp.control.transport.store import reserve
-from megatron_resihp.control.transport.store_client import StoreClient, connect
+from megatron_resihp.control.transport.store_client import Direct, StoreClient, connect, open_connection
+from megatron_resihp.control.transport.store_relay import StoreRelay
 from megatron_resihp.control.transport.store_server import StoreServer
 
 HOST = "127.0.0.1"
@@ -40,3 +43,34 @@ def serving() -> Iterator[Served]:
         yield served
     finally:
         served.close()
+
+
+class Node:
+    """A node's agent, as far as its workers know it: it relays what they ask to the store at an address."""
+
+    def __init__(self, address: Address, secret: Secret, leaders: Leaders | None = None) -> None:
+        self._is_led_on = leaders is not None
+        self.relay = StoreRelay(Direct(address, secret, leaders))
+        self.hatches: dict[int, socket.socket] = {}
+        self.relay.start()
+
+    def way(self, worker: int = 0) -> ByAgent:
+        """That of a worker to the store."""
+        if worker not in self.hatches:
+            kept, self.hatches[worker] = socket.socketpair(type=socket.SOCK_SEQPACKET)
+            self.relay.add(worker, kept)
+        return ByAgent(at_hatch(self.hatches[worker]), self._is_led_on)
+
+    def connect(self, worker: int = 0) -> StoreClient:
+        return StoreClient(open_connection(self.way(worker), CONNECT_S))
+
+    def close(self) -> None:
+        self.relay.close(CONNECT_S)
+        for hatch in self.hatches.values():
+            hatch.close()
+
+
+@contextmanager
+def relaying(address: Address, secret: Secret, leaders: Leaders | None = None) -> Iterator[Node]:
+    with closing(Node(address, secret, leaders)) as node:
+        yield node

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections to the store that are lost on the way, with a go-between that cuts them."""
+"""Connections to the store, a process's own or its agent's, that are lost on the way: a go-between cuts them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from served import Served, serving
+from go_between import GoBetween
+from served import Served, relaying, serving
 
 from megatron_resihp.control import keys
-from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.lasting import LastingStore
-from megatron_resihp.control.transport.secret import Secret
 from megatron_resihp.control.transport.store import SILENT_S, StoreError
 from megatron_resihp.control.transport.store_client import StoreClient, connect
 from megatron_resihp.control.worker.client import WorkerControl
@@ -26,49 +24,6 @@ from megatron_resihp.protocol.notices import NOTICES, EpochIsBroken
 
 SHORT_S = 0.05
 HEARD_S = 30.0
-
-
-class GoBetween:
-    """Passes on what comes to its port, until it cuts all connections; it takes new ones."""
-
-    def __init__(self, target: Address, secret: Secret) -> None:
-        self._target = target
-        self.secret = secret
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = Address("127.0.0.1", self._listener.getsockname()[1])
-        self._ends: list[socket.socket] = []
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def cut(self) -> None:
-        ends, self._ends = self._ends, []
-        for end in ends:
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self.cut()
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                one, _ = self._listener.accept()
-            except OSError:
-                return
-            other = socket.create_connection(self._target)
-            self._ends += [one, other]
-            for source, sink in ((one, other), (other, one)):
-                threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
-
-    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
-        try:
-            while data := source.recv(65536):
-                sink.sendall(data)
-            sink.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
 
 
 @pytest.fixture
@@ -90,8 +45,13 @@ def between(served: Served) -> Iterator[GoBetween]:
     between.close()
 
 
-def lasting(between: GoBetween) -> LastingStore:
-    return LastingStore(connect(between.address, between.secret, HEARD_S))
+@pytest.fixture(params=["direct", "relayed"])
+def store(between: GoBetween, request: pytest.FixtureRequest) -> Iterator[LastingStore]:
+    if request.param == "direct":
+        yield LastingStore(connect(between.address, between.secret, HEARD_S))
+        return
+    with relaying(between.address, between.secret) as node:
+        yield LastingStore(node.connect(1))
 
 
 def test_the_kernel_watches_both_ends(served: Served) -> None:
@@ -121,8 +81,7 @@ def _connections_at(port: int) -> list[int]:
     return found
 
 
-def test_calls_outlive_a_lost_connection(between: GoBetween, direct: StoreClient) -> None:
-    store = lasting(between)
+def test_calls_outlive_a_lost_connection(store: LastingStore, between: GoBetween, direct: StoreClient) -> None:
     for call in (
         lambda: store.set("key", "value"), lambda: store.get("key", HEARD_S), lambda: store.check("key"),
         lambda: store.push("queue", "item"), lambda: store.clone().check("key"),
@@ -133,23 +92,20 @@ def test_calls_outlive_a_lost_connection(between: GoBetween, direct: StoreClient
     assert direct.get("key", SHORT_S) == "value" and store.take("queue", HEARD_S) == ["item"]
 
 
-def test_who_waits_goes_on_waiting(between: GoBetween, direct: StoreClient) -> None:
-    store = lasting(between)
+def test_who_waits_goes_on_waiting(store: LastingStore, between: GoBetween, direct: StoreClient) -> None:
     threading.Timer(SHORT_S, between.cut).start()
     threading.Timer(4 * SHORT_S, direct.clone().set, ["key", "v"]).start()
     assert store.get("key", HEARD_S) == "v"
 
 
-def test_a_counter_is_not_counted_twice(between: GoBetween) -> None:
-    store = lasting(between)
+def test_a_counter_is_not_counted_twice(store: LastingStore, between: GoBetween) -> None:
     assert store.add("count", 1) == 1
     between.cut()
     with pytest.raises(StoreError):
         store.add("count", 1)
 
 
-def test_a_store_that_is_gone_stays_so(between: GoBetween) -> None:
-    store = lasting(between)
+def test_a_store_that_is_gone_stays_so(store: LastingStore, between: GoBetween) -> None:
     between.close()
     started = time.monotonic()
     with pytest.raises(StoreError, match="is lost"):
@@ -157,17 +113,16 @@ def test_a_store_that_is_gone_stays_so(between: GoBetween) -> None:
     assert time.monotonic() - started < 5.0
 
 
-def test_another_jobs_store_is_none(between: GoBetween, direct: StoreClient) -> None:
-    store = lasting(between)
+def test_another_jobs_store_is_none(store: LastingStore, between: GoBetween, direct: StoreClient) -> None:
     direct.set(keys.RUN, "another run")
     between.cut()
     with pytest.raises(StoreError, match="another job has the port by now"):
         store.check("key")
 
 
-def test_a_worker_hears_and_is_heard_again(between: GoBetween, direct: StoreClient) -> None:
+def test_a_worker_hears_and_is_heard_again(store: LastingStore, between: GoBetween, direct: StoreClient) -> None:
     broken = threading.Event()
-    control = WorkerControl(lasting(between), 1, broken.set)
+    control = WorkerControl(store, 1, broken.set)
     between.cut()
     direct.set(keys.notice_key(0), NOTICES.write(EpochIsBroken(0, "worker 0: exit signal 9"), "the coordinator"))
     assert broken.wait(HEARD_S)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from served import HOST, Served
+from served import HOST, Node, Served
 
 from megatron_resihp.control import keys
 from megatron_resihp.control.job_size import JobSize
@@ -27,7 +27,7 @@ from megatron_resihp.control.transport.node_liveness import Joining, NodeLoss, N
 from megatron_resihp.control.transport.secret import fresh_secret
 from megatron_resihp.control.transport.shipping import Relay, Uplink
 from megatron_resihp.control.transport.store import Store, StoreError, reserve
-from megatron_resihp.control.transport.store_client import connect
+from megatron_resihp.control.transport.store_client import StoreClient, connect, open_connection
 from megatron_resihp.control.worker.client import WorkerControl
 from megatron_resihp.control.worker.errors import CoordinatorLost
 from megatron_resihp.control.worker.heard import NO_EPOCH
@@ -52,9 +52,12 @@ def eventually(test: Callable[[], Any]) -> Any:
 class Leading:
     """The stores of coordinators that follow each other, as their run directory names them."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, relayed: bool) -> None:
         self.run_dir = run_dir
         self.served: list[Served] = []
+        self._relayed = relayed
+        self._node: Node | None = None
+        self._making = threading.Lock()
 
     def lead(self, term: int, run: str = "run", named: bool = True) -> Served:
         served = Served(secret=SECRET)
@@ -69,16 +72,28 @@ class Leading:
     def name(self, served: Served) -> None:
         (self.run_dir / FILE_NAME).write_text(json.dumps({"store": str(served.address), "token": "run"}))
 
-    def store(self) -> LastingStore:
-        return LastingStore(connect(self.served[0].address, SECRET, WAIT_S, Leaders(self.run_dir)))
+    def store(self, worker: int = 0) -> LastingStore:
+        """A process's, by a connection of its own or by way of its agent."""
+        at, leaders = self.served[0].address, Leaders(self.run_dir)
+        if not self._relayed:
+            return LastingStore(connect(at, SECRET, WAIT_S, leaders))
+        with self._making:
+            self._node = self._node or Node(at, SECRET, leaders)
+            way = self._node.way(worker)
+        return LastingStore(StoreClient(open_connection(way, WAIT_S)))
+
+    def close(self) -> None:
+        if self._node is not None:
+            self._node.close()
+        for served in self.served:
+            served.close()
 
 
-@pytest.fixture
-def leading(tmp_path: Path) -> Iterator[Leading]:
-    made = Leading(tmp_path)
+@pytest.fixture(params=[False, True], ids=["direct", "relayed"])
+def leading(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Leading]:
+    made = Leading(tmp_path, request.param)
     yield made
-    for served in made.served:
-        served.close()
+    made.close()
 
 
 def told(served: Served) -> list[Any]:
@@ -140,7 +155,7 @@ class TestWorker:
     def test_tells_the_next_coordinator_what_may_be_lost(self, leading: Leading) -> None:
         """Also while it waits for news only."""
         first = leading.lead(1)
-        control = WorkerControl(leading.store(), 5, lambda: None, NO_EPOCH, Address(HOST, 1))
+        control = WorkerControl(leading.store(5), 5, lambda: None, NO_EPOCH, Address(HOST, 1))
         control.channel.stand({keys.IDENTITY: "digest"})
         control.tell(JoinRequest(5, JOB))
         control.tell(EventsReported(5, ()))

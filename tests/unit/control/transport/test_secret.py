@@ -15,9 +15,7 @@ from megatron_resihp.control.transport.secret import (
     UnreadableError,
     find_secret,
     fresh_secret,
-    own_secret,
     published_secret,
-    take_own_secret,
 )
 
 
@@ -66,15 +64,6 @@ def test_what_can_t_be_had_is_told_in_one_line(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv(VARIABLE, "short")
     with pytest.raises(UnreadableError, match="RESIHP_SECRET has 5 characters; give 16 or more"):
         find_secret(tmp_path)
-
-
-def test_a_worker_takes_it_out_of_its_environment() -> None:
-    environment = {VARIABLE: "a worker's secret", "other": "stays"}
-    take_own_secret(environment)
-    assert environment == {"other": "stays"} and own_secret().text == "a worker's secret"
-    take_own_secret({})
-    with pytest.raises(UnreadableError, match="start it with `resihp launch`"):
-        own_secret()
 
 
 def test_it_does_not_show_where_it_is_printed() -> None:

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from megatron_resihp.control.head.detection import Detection
 from megatron_resihp.control.transport import shipping
 from megatron_resihp.control.transport.address import Address
+from megatron_resihp.control.transport.frames import LENGTH, Frames
 from megatron_resihp.control.transport.secret import fresh_secret
-from megatron_resihp.control.transport.shipping import LARGEST, LENGTH, Frames, Inbox, Outbox, Relay, Uplink
+from megatron_resihp.control.transport.shipping import LARGEST, Inbox, Outbox, Relay, Uplink
 from megatron_resihp.control.transport.store import reserve
 from megatron_resihp.events.bus import EventBus
 from megatron_resihp.events.detection import Detection as DetectionEvent
@@ -58,7 +59,7 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 @given(st.lists(st.binary(max_size=40), max_size=8), st.lists(st.integers(1, 9), min_size=1))
 def test_messages_survive_any_cut_of_the_stream(messages: list[bytes], cuts: list[int]) -> None:
     stream = b"".join(LENGTH.pack(len(message)) + message for message in messages)
-    frames, found, position = Frames(), [], 0
+    frames, found, position = Frames(LARGEST), [], 0
     while position < len(stream):
         size = cuts[position % len(cuts)]
         found += frames.feed(stream[position : position + size])
@@ -68,7 +69,7 @@ def test_messages_survive_any_cut_of_the_stream(messages: list[bytes], cuts: lis
 
 def test_what_can_be_no_message_is_refused() -> None:
     with pytest.raises(ValueError, match="bytes"):
-        list(Frames().feed(LENGTH.pack(LARGEST + 1)))
+        list(Frames(LARGEST).feed(LENGTH.pack(LARGEST + 1)))
 
 
 def test_messages_of_all_workers_arrive_in_the_order_in_which_each_sent_them() -> None:

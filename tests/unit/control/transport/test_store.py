@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the store promises, over real connections."""
+"""What the store promises, over real connections: a process's own, or by way of its node's agent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
-from served import Served, serving
+from served import Served, relaying, serving
 
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.secret import fresh_secret
@@ -28,9 +28,13 @@ def served() -> Iterator[Served]:
         yield served
 
 
-@pytest.fixture
-def store(served: Served) -> StoreClient:
-    return served.connect()
+@pytest.fixture(params=["direct", "relayed"])
+def store(served: Served, request: pytest.FixtureRequest) -> Iterator[StoreClient]:
+    if request.param == "direct":
+        yield served.connect()
+        return
+    with relaying(served.address, served.secret) as node:
+        yield node.connect()
 
 
 def test_values_are_seen_by_other_connections(store: StoreClient) -> None:
@@ -105,10 +109,11 @@ def test_what_fits_into_no_answer_stays_in_the_queue(store: StoreClient) -> None
 
 def test_each_item_of_a_queue_has_one_taker(store: StoreClient) -> None:
     taken: list[str] = []
+    deadline = time.monotonic() + LONG_S
 
     def take(connection: StoreClient) -> None:
-        while items := connection.take("queue", 0.5):
-            taken.extend(items)
+        while len(taken) < 100 and time.monotonic() < deadline:
+            taken.extend(connection.take("queue", SHORT_S))
 
     threads = [threading.Thread(target=take, args=(store.clone(),)) for _ in range(3)]
     for thread in threads:

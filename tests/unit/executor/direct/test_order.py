@@ -4,18 +4,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from random_plans import Case, draw_case
+from random_plans import Case, draw_alike, draw_case
 
+from megatron_resihp.executor.alike import unlike_replicas
 from megatron_resihp.executor.direct.order import Meeting, SliceSum, in_agreed_order, meetings, slice_sums
-from megatron_resihp.executor.direct.order_check import check_meetings, check_order_of_plan
-from megatron_resihp.executor.route_check import check_routes
+from megatron_resihp.executor.direct.order_check import check_meetings, check_order, check_order_of_plan
+from megatron_resihp.executor.route_check import check_orders, check_routes
 from megatron_resihp.executor.routes import RouteError, Step, all_routes
+from megatron_resihp.pipeline.orders import orders_of
 from megatron_resihp.plan import Chunk, ParallelPlan, PlannedOp, Replica
 
 TWO_STAGES = ParallelPlan((Replica(((0, 1), (2,)), (0, 1, 2), (Chunk(0, 0, 2), Chunk(1, 2, 4))),))
@@ -75,10 +77,58 @@ class TestAnyPlan:
             check_meetings(found | {worker: own})
 
 
+def refusal(check: Callable[[], None]) -> str | None:
+    """Why a check refuses a plan; None: it doesn't."""
+    try:
+        check()
+    except RouteError as error:
+        return str(error)
+    return None
+
+
+class TestOneReplicaOfEachKind:
+    """Checking those refuses what checking all workers one by one refuses, in the same words."""
+
+    @settings(max_examples=300)
+    @given(st.integers(0, 10**9), st.booleans())
+    def test_of_routes(self, seed: int, split: bool) -> None:
+        plan, orders = draw_alike(random.Random(seed))
+        whole = refusal(lambda: check_routes(all_routes(plan, orders, split, 6)))
+        assert refusal(lambda: check_orders(plan, orders, split, 6)) == whole
+
+    @settings(max_examples=300)
+    @given(st.integers(0, 10**9), st.booleans(), st.sampled_from([None, 0]))
+    def test_of_meetings_and_sums(self, seed: int, split: bool, tied_head: int | None) -> None:
+        plan, orders = draw_alike(random.Random(seed))
+        assume((refusal(lambda: check_orders(plan, orders, split, 6)) or "circle").endswith("circle"))
+
+        def all_meet() -> None:
+            routes = in_agreed_order(all_routes(plan, orders, split, 6))
+            check_meetings(meetings(routes, slice_sums(plan, tied_head), plan.members))
+
+        one, every = refusal(lambda: check_order(plan, orders, split, 6)), refusal(all_meet)
+        # Of two replicas that wait in a circle, either may be named.
+        assert (one and one.split(" ", 2)[2]) == (every and every.split(" ", 2)[2])
+
+    def test_is_enough_where_others_only_have_other_workers_and_micro_batches(self) -> None:
+        first, second = (Chunk(0, 0, 2), Chunk(1, 2, 4)), (Chunk(0, 0, 1), Chunk(1, 1, 4))
+        stages = [((4 * number, 4 * number + 1), (4 * number + 2, 4 * number + 3)) for number in range(6)]
+        stages[4] = (stages[4][1], stages[4][0])  # the one order of everything depends on the lowest worker
+        chunks = [first, first, second, first, first, first]
+        replicas = [Replica(each, (2 * number, 2 * number + 1), layers)
+                    for number, (each, layers) in enumerate(zip(stages, chunks, strict=True))]  # fmt: skip
+        plan = ParallelPlan(tuple(replicas))
+        orders = [orders_of(replica) for replica in replicas]
+        assert unlike_replicas(plan, orders) == [0, 4]
+        swapped = [[list(order) for order in own] for own in orders]
+        swapped[3][0][0], swapped[5][0][0] = swapped[5][0][0], swapped[3][0][0]
+        assert unlike_replicas(plan, swapped) == [0, 3, 4, 5], "these run each other's ops"
+
+
 class TestOrder:
     def test_receives_stand_where_the_message_is_sent(self) -> None:
         """Not as early as they could, since what is posted first holds up the rest."""
-        check_order_of_plan(TWO_STAGES, False, 8, None)
+        check_order_of_plan(TWO_STAGES, False, 8)
         routes = routes_of("F0.0 F1.0 F2.0 B0.0 B1.0 B2.0", "F0.1 B0.1 F1.1 B1.1 F2.1 B2.1")
         assert receives(routes[2]) == [["F0.0", "F1.0"], ["F2.0"], [], [], [], []]
         assert receives(routes[0]) == [[], [], [], ["B0.1"], ["B1.1"], ["B2.1"]]

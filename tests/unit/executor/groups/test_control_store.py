@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from served import Served, serving
+from served import Served, relaying, serving
 
-from megatron_resihp.control.transport.store_client import open_connection
+from megatron_resihp.control.transport.store_client import StoreClient
 from megatron_resihp.executor.groups.control_store import ControlStore, meet_in
 from megatron_resihp.executor.groups.rendezvous import InterruptibleStore
 
@@ -24,14 +24,25 @@ LIMIT_S = LIMIT.total_seconds()
 SHORT = timedelta(seconds=0.05)
 
 
-@pytest.fixture
-def served() -> Iterator[Served]:
+class Reached:
+    """A store that is served, and how workers open connections to it."""
+
+    def __init__(self, served: Served, connect: Callable[[], StoreClient]) -> None:
+        self.close, self.connect = served.close, connect
+
+
+@pytest.fixture(params=["direct", "relayed"])
+def served(request: pytest.FixtureRequest) -> Iterator[Reached]:
     with serving() as served:
-        yield served
+        if request.param == "direct":
+            yield Reached(served, served.connect)
+            return
+        with relaying(served.address, served.secret) as node:
+            yield Reached(served, node.connect)
 
 
-def opened(served: Served) -> ControlStore:
-    return ControlStore(open_connection(served.address, served.secret, LIMIT_S))
+def opened(served: Reached) -> ControlStore:
+    return ControlStore(served.connect().connection)
 
 
 def at_once(calls: list[Callable[[], Any]]) -> None:
@@ -43,7 +54,7 @@ def at_once(calls: list[Callable[[], Any]]) -> None:
         assert not thread.is_alive()
 
 
-def test_it_does_what_a_c10d_store_does(served: Served) -> None:
+def test_it_does_what_a_c10d_store_does(served: Reached) -> None:
     inner = opened(served), opened(served)
     store, other = (dist.PrefixStore("prefix", each) for each in inner)
     store.set("key", b"\x00\xff")
@@ -56,7 +67,7 @@ def test_it_does_what_a_c10d_store_does(served: Served) -> None:
         other.wait(["key"], SHORT)
 
 
-def test_a_wait_of_one_thread_holds_up_no_other(served: Served) -> None:
+def test_a_wait_of_one_thread_holds_up_no_other(served: Reached) -> None:
     store = opened(served)
     waiting = threading.Thread(target=store.wait, args=(["late"], LIMIT))
     waiting.start()
@@ -65,7 +76,7 @@ def test_a_wait_of_one_thread_holds_up_no_other(served: Served) -> None:
     assert not waiting.is_alive()
 
 
-def test_gloo_groups_meet_there(served: Served) -> None:
+def test_gloo_groups_meet_there(served: Reached) -> None:
     sums = [torch.tensor([float(rank)]) for rank in range(3)]
 
     def take_part(rank: int) -> None:
@@ -78,7 +89,7 @@ def test_gloo_groups_meet_there(served: Served) -> None:
     assert [each.item() for each in sums] == [3.0, 3.0, 3.0]
 
 
-def test_a_lost_connection_is_told_as_torch_tells_it(served: Served) -> None:
+def test_a_lost_connection_is_told_as_torch_tells_it(served: Reached) -> None:
     inner = opened(served)
     store = dist.PrefixStore("prefix", inner)
     served.close()
@@ -88,12 +99,12 @@ def test_a_lost_connection_is_told_as_torch_tells_it(served: Served) -> None:
     assert time.monotonic() - started < LIMIT_S
 
 
-def test_a_world_without_a_store_of_its_own_meets_there(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_world_without_a_store_of_its_own_meets_there(served: Reached, monkeypatch: pytest.MonkeyPatch) -> None:
     handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
     monkeypatch.setitem(handlers, "env", handlers["env"])
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    meet_in(lambda: open_connection(served.address, served.secret, LIMIT_S))
+    meet_in(lambda: served.connect().connection)
     dist.init_process_group("gloo", timeout=LIMIT)
     try:
         assert dist.get_world_size() == 1

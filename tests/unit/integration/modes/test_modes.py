@@ -143,7 +143,8 @@ def test_the_first_chunk_is_gathered_once_all_have_stepped_and_waits_for_its_own
 def schedule(**options: Any) -> list[dict[str, torch.Tensor]]:
     """Megatron's, on a worker with the last stage: sum of losses and number of tokens of each micro-batch."""
     assert options["num_microbatches"] >= 1, "Megatron's schedules run at least one"
-    return [{"lm loss": torch.tensor([6.0, 2.0])} for _ in range(options["num_microbatches"])]
+    counts = range(1, options["num_microbatches"] + 1)
+    return [{"lm loss": torch.tensor([6.0, 2.0]), "one number": torch.tensor(float(each))} for each in counts]
 
 
 @pytest.mark.parametrize(("micro_batches", "counted"), [(2, [1, 1, 0]), (3, [1, 1, 1]), (5, [2, 2, 1])])
@@ -158,6 +159,7 @@ def test_each_micro_batch_counts_once(micro_batches: int, counted: list[int]) ->
         assert len(losses) >= 1
         assert sum(each["lm loss"].tolist()[0] for each in losses) == 6.0 * expected
         assert sum(each["lm loss"].tolist()[1] for each in losses) == 2.0 * expected
+        assert losses[0]["one number"].item() == 1.0, "there is no better one where none counts"
 
 
 IN_TURNS = (Chunk(0, 0, 2), Chunk(1, 2, 3), Chunk(0, 3, 4), Chunk(1, 4, 6))
@@ -178,6 +180,8 @@ def test_an_interleaved_pipeline_runs_a_micro_batch_for_each_stage_at_least(
         )
         assert len(losses) == len(view.evaluation_order(micro_batches)) == max(expected, 2)
         assert sum(each["lm loss"].tolist()[0] for each in losses) == 6.0 * expected
+        mean = sum(each["one number"].item() for each in losses) / len(losses)
+        assert mean == sum(range(1, expected + 1)) / expected, "Megatron divides by how many there are"
         assert config.microbatch_group_size_per_vp_stage == {4: 2, 3: 3}.get(expected, 2)
 
 

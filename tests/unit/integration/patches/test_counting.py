@@ -90,6 +90,19 @@ def test_settings_of_a_checkpoint_are_put_into_what_was_built_from_arguments() -
     assert anew.held.live.optimizer.chained_optimizers[1].optimizer.param_groups[0] == {"params": [], "momentum": 0.95}
 
 
+def test_workers_of_a_stage_report_the_same_but_for_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the coordinator of thousands reads it once."""
+    records = []
+    for started in (100.0, 200.0):
+        monkeypatch.setattr(training, "_TRAIN_START_TIME", started)
+        worker = runtime(1e-3, 40, 0.95)
+        worker.progress.begin(8, snapshot_counters(worker))
+        records.append(worker.progress.record(True, 0))
+    assert records[0].counters == records[1].counters
+    restore_counters(runtime(1e-3, 40, 0.95), json.loads(json.dumps(records[0].counters_at(8))))
+    assert training._TRAIN_START_TIME == 100.0
+
+
 @pytest.mark.parametrize("given", [{"use_mup": True}, {"decoupled_lr": 1e-2}])
 def test_what_megatron_sets_by_kind_of_parameter_stays_as_it_was_built(given: dict[str, Any]) -> None:
     before, anew = runtime(1e-3, 40, 0.95, (1e-8, 2.5e-9), **given), runtime(5e-3, 40, 0.95, (1e-8, 2.5e-9), **given)

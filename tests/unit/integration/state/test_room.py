@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_resihp.integration.state.room import Room, Way, way_of
+from megatron_resihp.integration.state.room import Room, Way, expected_bytes, way_of
+from megatron_resihp.plan import Chunk, OwnSplit, ParallelPlan, Replica, even_chunks
 
 GIB = 1 << 30
 BESIDE, THROUGH_HOST = Way
@@ -34,3 +35,23 @@ def test_who_holds_nothing_has_nothing_to_move() -> None:
 def test_what_others_send_needs_host_memory_too() -> None:
     assert way_of(Room(61, 50, 60, received=50, host=99), ran_out=False) is BESIDE
     assert way_of(Room(61, 50, 60, received=50, host=100), ran_out=False) is Way.THROUGH_HOST
+
+
+def test_parts_of_a_distributed_optimizer_become_whole_where_megatron_s_own_groups_cannot_run_the_plan() -> None:
+    sizes = {
+        "num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "padded_vocab_size": 256,
+        "max_position_embeddings": 64,
+    }  # fmt: skip
+    own = OwnSplit(even_chunks(4, 2), 1)
+    chunks = {"own": own.chunks, "others": (Chunk(0, 0, 2), Chunk(1, 2, 6))}
+    plans = {name: ParallelPlan((Replica(((0,), (1,)), (0,), each), Replica(((2,), (3,)), (1,), each)))
+             for name, each in chunks.items()}  # fmt: skip
+    shared, whole = (
+        {
+            name: expected_bytes({**sizes, "use_distributed_optimizer": flag}, own, plan, 0)
+            for name, plan in plans.items()
+        }
+        for flag in (True, False)
+    )
+    assert shared["others"] == whole["others"]
+    assert (shared["own"] or 0) < (whole["own"] or 0)

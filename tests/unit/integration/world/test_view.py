@@ -24,3 +24,14 @@ def test_those_that_share_evaluate_as_many_micro_batches(count: int, runs: list[
 def test_ops_that_can_only_be_run_together_have_one_number() -> None:
     assert [view.op_numbers for view in VIEWS] == [(0, 4), (0, 4), (2,), (2,)]
     assert [view.numbering for view in VIEWS] == list(SHARES)
+
+
+def test_who_has_fewer_micro_batches_runs_its_last_one_again_and_counts_it_once() -> None:
+    shares = ((0, 5), (1, 4, 6), (2,), (3,))
+    plan = ParallelPlan(tuple(Replica(((w,),), share) for w, share in enumerate(shares)), expert_parallel=2)
+    views = [UniformView(plan, worker, pipeline_last=True) for worker in range(4)]
+    assert [view.read_order for view in views] == [(0, 5, 5), (1, 4, 6), (2,), (3,)]
+    assert [view.numbering for view in views] == [view.read_order for view in views]
+    assert [view.counted for view in views] == list(shares)
+    assert [[view.counts(number) for number in range(3)] for view in views[:2]] == [[True, True, False], [True] * 3]
+    assert [view.op_numbers for view in views] == [(1, 4, 6), (1, 4, 6), (2,), (2,)]

@@ -7,17 +7,17 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_resihp.control.coordination.decisions.entries import ENTRIES, Began, Entry, Step
+from megatron_resihp.control.coordination.decisions.entries import ENTRIES, Began, Entry, Step, line_of
 from megatron_resihp.control.coordination.decisions.recorded import Recorded
 from megatron_resihp.control.coordination.decisions.replay import Replay
 
-_runs: list[tuple[Recorded, list[Entry]]] = []
+_runs: list[tuple[Recorded, list[str]]] = []
 
 
 def recorded(*arguments: Any) -> Recorded:
     """As `Recorded`, of the test that runs."""
-    entries: list[Entry] = []
-    _runs.append((Recorded(*arguments, write=entries.append), entries))
+    lines: list[str] = []
+    _runs.append((Recorded(*arguments, write=lines.extend), lines))
     return _runs[-1][0]
 
 
@@ -25,11 +25,17 @@ def replay_all() -> None:
     """Replay what has been recorded; each replay decides the same, and knows the same in the end."""
     runs = list(_runs)
     _runs.clear()
-    for run, entries in runs:
-        again = replay(entries)
+    for run, lines in runs:
+        run.write_down()
+        again = replay(entries_in(lines))
         job = run.state.job
         again.progressed(job.reached, job.pages.last)  # which the next step would have told
         assert known(again.state) == known(run.state)
+
+
+def entries_in(lines: Sequence[str]) -> list[Entry]:
+    """What lines of a log hold."""
+    return [ENTRIES.read(line).body for line in lines]
 
 
 def replay(entries: Sequence[Entry]) -> Any:
@@ -38,7 +44,7 @@ def replay(entries: Sequence[Entry]) -> Any:
     Raises:
         DifferenceError: it decides otherwise.
     """
-    began, *steps = [ENTRIES.read(ENTRIES.write(entry, "a test")).body for entry in entries]
+    began, *steps = entries_in([line_of(entry) for entry in entries])
     assert isinstance(began, Began) and all(isinstance(step, Step) for step in steps)
     again = Replay(began)
     for _ in again.fold(steps):  # type: ignore[arg-type]
