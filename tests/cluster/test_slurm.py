@@ -103,8 +103,8 @@ def test_training_needs_no_slurmd(slurm: Slurm, train: Train, reference: RunSumm
 
 
 def test_a_chain_trains_from_one_time_limit_to_the_next(slurm: Slurm, train: Train, reference: RunSummary) -> None:
-    """SLURM itself warns the first job of its end. The last one has nothing left to do."""
-    training = train(nodes=3, options=["--array=1-3%1", "--time=2", "--signal=USR1@45"])
+    """SLURM itself warns the first job of its end, after one to two minutes. The last one has nothing left to do."""
+    training = train(nodes=3, options=["--array=1-3%1", "--time=3", "--signal=USR1@60"])
     slurm.eventually("the job is warned", lambda: "the job ends after an iteration" in training.output(), EVENT_S)
     training.wish("go_on")
     slurm.eventually("the chain is over", lambda: len(ends(slurm, training)) == 3, EVENT_S)
