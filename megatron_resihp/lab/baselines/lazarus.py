@@ -88,8 +88,10 @@ class Dispatched:
     """
 
     def evaluate(self, plan: ParallelPlan, health: Health, cost: JobCost) -> Evaluation:
+        if plan.expert_parallel > 1 or not cost.model.experts:  # the job's own layout, before anything has happened
+            return evaluate(plan, health, cost)
         places = _places(plan, cost)
-        if plan.expert_parallel > 1 or all(len(each) == cost.model.experts for each in places):
+        if all(len(each) == cost.model.experts for each in places):
             return evaluate(plan, health, cost)
         first, count = plan.replicas[0], len(plan.replicas)
         rows = zip(*([worker for worker, _ in replica.workers()] for replica in plan.replicas), strict=True)
