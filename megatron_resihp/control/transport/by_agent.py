@@ -18,7 +18,7 @@ from typing import Final
 from megatron_resihp.control.transport.address import Address, parse_address
 from megatron_resihp.control.transport.frames import Frames, framed
 from megatron_resihp.control.transport.gate import OtherProtocolError, RefusedSecretError
-from megatron_resihp.control.transport.store import StoreError
+from megatron_resihp.control.transport.store import StoreError, end
 from megatron_resihp.control.transport.store_client import Connection, exchange
 from megatron_resihp.control.transport.store_wire import LARGEST, Op, Reply, Request, Said
 
@@ -85,7 +85,7 @@ class ByAgent:
             reply = exchange(own, carrier, Request(Op.REACH, (), within_s), within_s + LATE_S)
             return Connection(self._read(reply), self, own, carrier)
         except BaseException:
-            own.close()
+            end(own)
             raise
 
     def _read(self, reply: Reply) -> Address:
@@ -120,11 +120,14 @@ def take_at_hatch(hatch: socket.socket) -> socket.socket | None:
     said, rights, _, _ = hatch.recvmsg(
         len(HANDED_OVER), socket.CMSG_LEN(NUMBER.size), socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
     )
-    if not said:
-        raise ConnectionResetError("its worker has ended")
     # Where this process may open no more files, nothing has come with it.
     numbers = [NUMBER.unpack(data)[0] for _, _, data in rights if len(data) == NUMBER.size]
-    return _connection(numbers[0]) if numbers else None
+    found = _connection(numbers[0]) if numbers else None
+    if said:
+        return found
+    if found is not None:
+        found.close()
+    raise ConnectionResetError("its worker has ended")
 
 
 def _connection(number: int) -> socket.socket | None:
@@ -157,4 +160,4 @@ def unreachable(address: Address | None, error: Exception) -> Reply:
 
 
 def _said(kind: str, address: Address | None, why: str) -> bytes:
-    return "\n".join((kind, "" if address is None else str(address), why)).encode()
+    return "\n".join((kind, "" if address is None else str(address), why)).encode(errors="replace")

@@ -10,7 +10,7 @@ def speaks_for(worker: int, text: bytes) -> bool:
     """Whether a worker may send this: it names that one as its sender, and speaks of no other as its own. What is no
     message names nobody, and the coordinator says so."""
     try:
-        message = json.loads(text)
+        message = json.loads(text.decode(errors="replace"))  # as the coordinator reads it
     except (ValueError, RecursionError):
         return True
     if not isinstance(message, dict):

@@ -112,6 +112,16 @@ def reserve(host: str, port: int) -> socket.socket:
     return listener
 
 
+def end(sock: socket.socket) -> None:
+    """Close this end of a connection. The other side hears of it, even if a process that was forked meanwhile has this
+    end, too."""
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass
+    sock.close()
+
+
 def keep_alive(sock: socket.socket) -> None:
     """Have the kernel end a connection whose other end does not answer any more, idle or not, within SILENT_S."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -17,7 +17,7 @@ from megatron_resihp.control.transport.leaders import ANSWER_S as LED_ANSWER_S
 from megatron_resihp.control.transport.leaders import Leaders
 from megatron_resihp.control.transport.secret import Secret
 from megatron_resihp.control.transport.secure import Session
-from megatron_resihp.control.transport.store import PROBE_PERIOD_S, StoreError, keep_alive
+from megatron_resihp.control.transport.store import PROBE_PERIOD_S, StoreError, end, keep_alive
 from megatron_resihp.control.transport.store_wire import (
     LARGEST,
     LONGEST_WAIT_S,
@@ -145,14 +145,10 @@ class Connection:
     def close(self) -> None:
         """From any thread; a call under way ends."""
         self.closed = True
-        try:
-            self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
-        self._sock.close()
+        end(self._sock)
 
     def _lose(self, why: str) -> StoreError:
-        self._sock.close()
+        end(self._sock)
         self._lost = StoreError(f"the connection to the store at {self.address} is lost ({why})")
         return self._lost
 

@@ -29,6 +29,7 @@ from megatron_resihp.control.transport.by_agent import (
 from megatron_resihp.control.transport.frames import Frames, framed
 from megatron_resihp.control.transport.line import Line
 from megatron_resihp.control.transport.senders import speaks_for
+from megatron_resihp.control.transport.store import end
 from megatron_resihp.control.transport.store_client import ATTEMPT_S, Direct, patience_s
 from megatron_resihp.control.transport.store_wire import (
     MalformedRequestError,
@@ -44,6 +45,8 @@ READ_BYTES: Final = 1 << 18
 LOOK_S: Final = 1.0
 MOST_CONNECTIONS: Final = 32
 """That a worker may have at once; it needs four, and some more while it finds another coordinator."""
+LED_ATTEMPT_S: Final = 5.0
+"""How long one way is tried where the store may be elsewhere by now. Then a file tells again where."""
 NOT_ITS_OWN: Final = Reply(Said.WRONG, b"a worker speaks for itself only")
 NOT_IN_TIME: Final = Reply(Said.NO)
 
@@ -83,7 +86,11 @@ class _Attempt:
         self.address: Address | None = None
         self._given_up = False
         self._way, self._there, self._within_s, self._done = way, there, within_s, done
-        threading.Thread(target=self._run, name="resihp-store-way", daemon=True).start()
+        try:
+            threading.Thread(target=self._run, name="resihp-store-way", daemon=True).start()
+        except RuntimeError as error:  # this machine has no room for another thread
+            self.error = error
+            self._done()
 
     def _run(self) -> None:
         try:
@@ -250,7 +257,7 @@ class StoreRelay:
 
     def _take_in(self, sock: socket.socket, worker: int | None) -> None:
         if worker is not None and sum(each.worker == worker for each in self._locals) >= MOST_CONNECTIONS:
-            sock.close()
+            end(sock)
             return
         local = _Local(sock, worker)
         self._locals.add(local)
@@ -311,7 +318,7 @@ class StoreRelay:
             self._line.forget(local, time.monotonic())
         self._locals.discard(local)
         self._selector.unregister(local.sock)
-        local.sock.close()
+        end(local.sock)
 
     # ---- node 0
 
@@ -321,9 +328,8 @@ class StoreRelay:
             self._ask_whether_it_is_there(self._line, local, now)
         elif self._attempt is None:
             there = None if self._line is None else self._line.address
-            self._attempt = _Attempt(
-                self._way, there, min(within_s, ATTEMPT_S), lambda: self._order(self._take_attempt)
-            )
+            within_s = min(within_s, LED_ATTEMPT_S if self._way.is_led_on else ATTEMPT_S)
+            self._attempt = _Attempt(self._way, there, within_s, lambda: self._order(self._take_attempt))
 
     def _ask_whether_it_is_there(self, line: Line, local: _Local, now: float) -> None:
         line.ask(local, Request(Op.REACH), now)

@@ -10,6 +10,7 @@ import selectors
 import socket
 import threading
 import time
+from collections import deque
 from typing import Final, cast
 
 from megatron_resihp.control.transport.gate import Gate
@@ -35,17 +36,23 @@ LOOK_S: Final = 1.0
 MOST_OPEN: Final = 4096
 """Requests under numbers that one connection may have open."""
 MOST_UNSENT: Final = 8 * LARGEST
-"""Bytes of answers that a connection has not taken, when it asks for more."""
+"""Bytes of answers that a connection has not taken, beyond which nothing more is answered."""
 
 
 class _Client:
-    """A connection, and what it has not taken yet. `open`: numbers under which it waits for answers."""
+    """A connection, and what it has not taken yet.
+
+    Attributes:
+        open: numbers under which it waits for answers.
+        unread: messages that have come and wait until earlier answers are taken.
+    """
 
     def __init__(self, sock: socket.socket, session: Session) -> None:
         self.sock = sock
         self.session = session
         self.unsent = b""
         self.open: set[int] = set()
+        self.unread: deque[bytes] = deque()
 
 
 _Asker = tuple[_Client, int | None]
@@ -103,19 +110,26 @@ class StoreServer:
 
     def _serve(self, client: _Client) -> None:
         """Read from a client, or send it the rest of an answer."""
-        if client.unsent:
-            self._send(client, b"")
-            return
         try:
+            if client.unsent:
+                self._send(client, b"")
+                self._take_unread(client)
+                return
             data = client.sock.recv(READ_BYTES)
             for message in client.session.feed(data):
-                self._take(client, read_request(message))
+                client.unread.append(message)
+                self._take_unread(client)
         except BlockingIOError:
             return
         except (OSError, ForgedError, MalformedRequestError):
             data = b""
         if not data:
             self._drop(client)
+
+    def _take_unread(self, client: _Client) -> None:
+        """Raises MalformedRequestError."""
+        while client.unread and len(client.unsent) <= MOST_UNSENT:
+            self._take(client, read_request(client.unread.popleft()))
 
     def _take(self, client: _Client, request: Request) -> None:
         """Raises MalformedRequestError."""
@@ -127,7 +141,7 @@ class StoreServer:
             return
         if request.op is Op.RELAY:
             number = read_number(request)
-            if number in client.open or len(client.open) >= MOST_OPEN or len(client.unsent) > MOST_UNSENT:
+            if number in client.open or len(client.open) >= MOST_OPEN:
                 raise MalformedRequestError("more than one may ask at once")
             client.open.add(number)
             asker, request = (client, number), read_relayed(request)

@@ -7,7 +7,7 @@ May import `plan`, `planner`, `protocol`, `events` and this package's modules.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import Final, Self
 
 from megatron_resihp.control.coordination.actions import Action, Limits
 from megatron_resihp.control.coordination.decisions.entries import (
@@ -36,6 +36,9 @@ from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.planner import NoPlanError
 from megatron_resihp.protocol.logs import LogPage, Place
 from megatron_resihp.version import __version__
+
+MOST_UNWRITTEN: Final = 1 << 24
+"""Characters of lines that wait for the next action. What is written at once must be readable at once."""
 
 
 class UnrecordedError(Exception):
@@ -81,6 +84,7 @@ class Recorded:
         self._next_plan = next_plan
         self._write = write
         self._lines: list[str] = []
+        self._unwritten = 0
         self._answers: list[PlannerSaid] = []
         job = self.state.job
         self._reached, self._page = job.reached, job.pages.last
@@ -122,7 +126,7 @@ class Recorded:
     def write_down(self) -> None:
         """Write what was decided about and is not written yet."""
         if self._lines:
-            lines, self._lines = self._lines, []
+            lines, self._lines, self._unwritten = self._lines, [], 0
             self._write(lines)
 
     def _step(self, fed: Fed, now: float, letter: str | None = None, said: str = "") -> list[Action]:
@@ -148,7 +152,11 @@ class Recorded:
         self._reached, self._page = self.state.job.reached, self.state.job.pages.last
         answers, names, digest = tuple(self._answers), names_of(actions), digest_of(actions)
         step = Step(self._number, now, fed, letter, reached, page, answers, names, digest, error)
-        self._lines.append(line_of_step(step, said))
+        line = line_of_step(step, said)
+        self._lines.append(line)
+        self._unwritten += len(line)
+        if self._unwritten > MOST_UNWRITTEN:
+            self.write_down()
 
     def _plan(self, survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
         try:

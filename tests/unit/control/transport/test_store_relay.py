@@ -6,19 +6,21 @@ That the store keeps its promises by this way, too, is in `test_store.py`, `test
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from go_between import GoBetween
 from served import CONNECT_S, HOST, Node, Served, relaying, serving
 
 from megatron_resihp.control import keys
-from megatron_resihp.control.transport import store_client
+from megatron_resihp.control.transport import leaders, store_client, store_relay, store_server
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.by_agent import at_hatch
 from megatron_resihp.control.transport.frames import LENGTH, framed
@@ -130,11 +132,14 @@ def test_what_a_dead_worker_waited_for_is_there_for_others(node: Node) -> None:
 def test_a_worker_speaks_for_itself_only(node: Node, served: Served) -> None:
     own, other = (MESSAGES.write(ScriptEnded(worker), f"worker {worker}") for worker in (1, 2))
     pretended = MESSAGES.write(ScriptEnded(2), "worker 1")
+    damaged = other.replace('"sender"', '"\udcff": 1, "sender"').encode(errors="surrogateescape")
     agents = MESSAGES.write(SlowdownRequest((), 1.0), "agent 0")
     store = node.connect(1)
     for text in (other, pretended, agents):
         with pytest.raises(ValueError, match="speaks for itself only"):
             store.push(keys.INBOX, text)
+    with pytest.raises(ValueError, match="speaks for itself only"):
+        store.connection.ask(Op.PUSH, keys.INBOX.encode(), damaged)
     store.push(keys.INBOX, own)
     store.push(keys.INBOX, MESSAGES.write(SlowdownRequest((2,), 0.5), "worker 1"))
     store.push(keys.INBOX, "no message, of which the coordinator tells")
@@ -199,6 +204,28 @@ def test_two_requests_at_once_end_their_connection_only(node: Node) -> None:
     other.set("key", "value")
 
 
+def test_a_worker_that_asks_for_much_at_once_gets_it_and_holds_up_no_other(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_server, "MOST_UNSENT", 1)
+    waiting, store = node.connect(1), node.connect(0)
+    store.set("large", "x" * MAX_VALUE_BYTES)
+    mad = [node.connect(0) for _ in range(12)]
+    for each in mad:
+        each.connection._sock.sendall(framed(write_request(Request(Op.GET, (b"large",)))))
+    heard = list[bool]()
+    thread = threading.Thread(target=lambda: heard.append(waiting.wait("key", WAIT_S)))
+    thread.start()
+    for each in mad:
+        each.connection._sock.settimeout(WAIT_S)
+        read = 0
+        while read < MAX_VALUE_BYTES:
+            read += len(each.connection._sock.recv(1 << 20))
+    store.set("key", "value")
+    thread.join(WAIT_S)
+    assert heard == [True]
+
+
 def test_what_is_too_large_ends_its_connection_only(node: Node) -> None:
     other, mad = node.connect(0), node.connect(0)
     with pytest.raises(StoreError):
@@ -233,6 +260,48 @@ def test_a_store_that_says_nothing_is_not_reached_and_is_lost(
         with pytest.raises(StoreError, match="is lost"):
             store.wait("key", SHORT_S)
     between.close()
+
+
+def test_a_worker_that_waits_long_for_a_lost_store_keeps_no_other_from_the_next(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_relay, "LED_ATTEMPT_S", 1.0)
+    with socket.create_server((HOST, 0)) as silent:
+        lost = Address(HOST, silent.getsockname()[1])
+        with relaying(lost, served.secret, Leaders(tmp_path)) as node:
+            patient = handed_over(node, 0)
+            patient.sendall(framed(write_request(Request(Op.REACH, (), WAIT_S))))
+            with silent.accept()[0]:
+                (tmp_path / leaders.FILE_NAME).write_text(json.dumps({"store": str(served.address)}))
+                started = time.monotonic()
+                assert open_connection(node.way(1), WAIT_S).address == served.address
+                assert time.monotonic() - started < WAIT_S / 2
+
+
+def test_a_machine_without_room_for_a_thread_is_no_end_of_the_relay(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(OSError, match="can't start new thread"):
+            node.way().enter(CONNECT_S)
+    node.connect().set("key", "value")
+
+
+def test_a_connection_that_a_forked_process_has_too_is_ended_all_the_same(node: Node, between: GoBetween) -> None:
+    """As the data loader that a worker forked while another thread of it connected."""
+    node.connect(0)
+    own, given = socket.socketpair()
+    kept_by_another = given.dup()
+    with given:
+        at_hatch(node.hatches[0])(given)
+    own.settimeout(WAIT_S)
+    own.sendall(b"garbage" * 10)
+    assert is_ended(own)
+    kept_by_another.close()
 
 
 def test_a_store_that_is_stopped_for_a_while_answers_late(node: Node, between: GoBetween, served: Served) -> None:
