@@ -34,8 +34,9 @@ class Store(Protocol):
     """Strings under keys, counters and queues, shared by every process of the job.
 
     One object is one connection, and a blocking call holds it: every thread has its own, from `clone`. When a call that
-    writes has returned, every other connection sees what it wrote. Whatever fails for want of the store raises
-    StoreError; what merely takes too long is told by TimeoutError, False or an empty list.
+    writes has returned, every other connection sees what it wrote; but a worker's may be told what was there before if
+    another of its node's asked for the same key earlier. Whatever fails for want of the store raises StoreError; what
+    merely takes too long is told by TimeoutError, False or an empty list.
     """
 
     def set(self, key: str, value: str) -> None:
