@@ -183,10 +183,9 @@ class Job:
         for worker in plan.members:
             coordinate = plan.coordinate_of(worker)
             if worker != VICTIM and coordinate is not None:
-                record = Record(
-                    6, IterationPhase.COMPUTE, True, {5: outcome}, counters, 0, ("lm loss",), _times(worker)
-                )  # fmt: skip
-                yield SurvivorReport(worker, 0, record, shards_at(self._own, coordinate, TENSOR_PARALLEL))
+                record = Record(6, IterationPhase.COMPUTE, True, {5: outcome}, counters, 0, ("lm loss",))
+                held = shards_at(self._own, coordinate, TENSOR_PARALLEL)
+                yield SurvivorReport(worker, 0, record, held, times=_times(worker))
 
 
 def _times(worker: int) -> dict[int, dict[str, float]]:

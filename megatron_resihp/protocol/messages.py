@@ -6,13 +6,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, get_args
 
 from megatron_resihp.coding import Between, Repeated
 from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.logs import LogPage, LogsWanted
-from megatron_resihp.protocol.records import Record
+from megatron_resihp.protocol.records import Record, Times
 from megatron_resihp.protocol.values import (
     DigestKey,
     Epoch,
@@ -100,13 +100,15 @@ class SurvivorReport:
     Attributes:
         held: complete and current to the record.
         unreachable: workers that did not answer when it tried to connect.
+        times: at the start of the iterations that its record has counters of.
     """
 
     worker: Worker
     epoch: Epoch
-    record: Record
+    record: Annotated[Record, Repeated()]
     held: HeldShards
     unreachable: tuple[Worker, ...] = ()
+    times: Times = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -188,6 +188,7 @@ class WorkerMessages:
         state.reports.unreachable[worker] = message.unreachable
         state.reports.records[worker] = message.record
         state.reports.held[worker] = message.held
+        state.reports.times[worker] = message.times
         return broken + self._epochs.decide(now)
 
     def _on_still_saving(self, message: StillSaving) -> list[Action]:
