@@ -6,6 +6,7 @@ May import `events`, `protocol`, the store and this package's door.
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 from megatron_resihp.control import keys
@@ -14,6 +15,7 @@ from megatron_resihp.control.coordination.state_machine.state import State
 from megatron_resihp.control.transport.reader import MOST_TOLD, NO_MORE
 from megatron_resihp.control.transport.store import Store
 from megatron_resihp.events.job import MessageDropped
+from megatron_resihp.protocol.messages import NodeReport
 from megatron_resihp.protocol.wire import MalformedError, shown
 
 RECENT: Final = 10_000
@@ -66,7 +68,17 @@ class Inbox:
                 self._tell_dropped(MessageDropped(reason=f"{error}{more}", text=shown(text)))
             return []
         self.letter, self.said = letter.id, letter.said
-        return [letter.body] if self._is_new(letter.id) else []
+        if not self._is_new(letter.id):
+            return []
+        return self._new_of(letter.body) if isinstance(letter.body, NodeReport) else [letter.body]
+
+    def _new_of(self, report: NodeReport) -> list[Heard]:
+        """A node's report without those that have come before, by another way."""
+        new = tuple(each for each in report.survivors if self._is_new(each.letter))
+        if len(new) == len(report.survivors):
+            return [report]
+        self.said = ""
+        return [replace(report, survivors=new)] if new else []
 
     def _is_new(self, letter: str | None) -> bool:
         """Whether a message has not come before: a sender that loses the connection may send again what has arrived."""

@@ -3,7 +3,7 @@
 
 A thread that never waits for a worker, or for node 0. Each worker has a hatch, through which it hands over connections
 (`by_agent`). Such a connection belongs to one line: it ends with that, and its worker finds out whether there is
-another, as whoever loses a connection of its own. May import: the standard library and this package's modules.
+another, as whoever loses a connection of its own. May import `protocol` and this package's modules.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from megatron_resihp.control.transport.store_wire import (
     read_request,
     write_reply,
 )
+from megatron_resihp.protocol.together import Together
 
 READ_BYTES: Final = 1 << 18
 LOOK_S: Final = 1.0
@@ -72,24 +73,27 @@ class _Attempt:
     Args:
         there: where there is a line already.
         done: called at the end.
+        together: of the line.
 
     Attributes:
         line: that was opened; None: there is one, or `error` says why not.
     """
 
-    def __init__(self, way: Direct, there: Address | None, within_s: float, done: Callable[[], None]) -> None:
+    def __init__(
+        self, way: Direct, there: Address | None, within_s: float, done: Callable[[], None], together: Together
+    ) -> None:
         self.line: Line | None = None
         self.error: Exception | None = None
         self.address: Address | None = None
         self._given_up = False
-        self._way, self._there, self._within_s, self._done = way, there, within_s, done
+        self._way, self._there, self._within_s, self._done, self._together = way, there, within_s, done, together
         threading.Thread(target=self._run, name="resihp-store-way", daemon=True).start()
 
     def _run(self) -> None:
         try:
             self.address = self._way.address()
             if self.address != self._there:
-                self.line = Line(self.address, *self._way.open(self.address, self._within_s))
+                self.line = Line(self.address, *self._way.open(self.address, self._within_s), self._together)
         except Exception as error:
             self.error = error
         if self._given_up:
@@ -108,10 +112,12 @@ class StoreRelay:
 
     Args:
         way: to the store.
+        together: joins reports of this node's workers.
     """
 
-    def __init__(self, way: Direct) -> None:
+    def __init__(self, way: Direct, together: Together) -> None:
         self._way = way
+        self._together = together
         self._answer_s = patience_s(way)
         self._line: Line | None = None
         self._attempt: _Attempt | None = None
@@ -322,7 +328,7 @@ class StoreRelay:
         elif self._attempt is None:
             there = None if self._line is None else self._line.address
             self._attempt = _Attempt(
-                self._way, there, min(within_s, ATTEMPT_S), lambda: self._order(self._take_attempt)
+                self._way, there, min(within_s, ATTEMPT_S), lambda: self._order(self._take_attempt), self._together
             )
 
     def _ask_whether_it_is_there(self, line: Line, local: _Local, now: float) -> None:

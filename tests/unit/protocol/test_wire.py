@@ -124,8 +124,8 @@ def test_the_field_that_is_wrong_is_named(body: Any, path: str, value: Any, said
         ("9" * 5000, "a message from somebody: it is not JSON (ValueError)"),
         ("[]", "a message from somebody: it is not a JSON object"),
         ("{}", "a message from somebody: 'protocol' is missing"),
-        ('{"protocol": "4.0", "sender": "worker 3"}', "a message from worker 3: 'kind' is missing"),
-        ('{"protocol": "4.0", "sender": "worker 3", "kind": "Weather", "id": null, "body": {}}',
+        ('{"protocol": "5.0", "sender": "worker 3"}', "a message from worker 3: 'kind' is missing"),
+        ('{"protocol": "5.0", "sender": "worker 3", "kind": "Weather", "id": null, "body": {}}',
          "a message from worker 3: 'kind' is 'Weather', which is unknown"),
         ('{"protocol": 1, "sender": "worker 3"}', "a message from worker 3: 'protocol' is not a version"),
         (" " * (LARGEST + 1), "a message from somebody: it has 8388609 characters, more than 8388608"),
@@ -237,7 +237,7 @@ def test_kinds_of_another_set_are_refused() -> None:
 
 def test_another_major_version_is_refused() -> None:
     said = refused({**plain(TrainingFinished(3, 5)), "protocol": "99.0"})
-    assert said.startswith("a message from worker 3: 'protocol' is 99.0, this process knows 4.")
+    assert said.startswith("a message from worker 3: 'protocol' is 99.0, this process knows 5.")
 
 
 def newer(letter: dict[str, Any]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from megatron_resihp.control.transport.store_wire import (
     read_relayed,
     read_values,
 )
+from megatron_resihp.protocol.together import Together
 
 YES, NO = Reply(Said.YES), Reply(Said.NO)
 LONG_S = 60.0
@@ -43,7 +44,7 @@ class Line:
     """What is on its way over one connection, in order, and the store's end of it."""
 
     def __init__(self, storage: Storage) -> None:
-        self.questions = Questions()
+        self.questions = Questions(Together("node"))
         self.there: deque[Request] = deque()
         self.back: deque[tuple[int, Reply]] = deque()
         self.crossed: list[Request] = []
