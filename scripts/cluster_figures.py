@@ -6,7 +6,8 @@
 - `chaos_sequences`, how many of them broke the contract (`chaos_violations`), and `chaos_longest_silence_s`, the
   longest time in any of them without a step;
 - `checker_states`: distinct states of the largest exhaustive search of the agreement;
-- `attacks` by strangers, and `attacks_succeeded`.
+- `attacks` by strangers, and `attacks_succeeded`;
+- `new_plan_10000_s`: from the word of a death to the published plan, in a job of 10,000 synthetic workers.
 
 Exit code 1: nothing ran. Imports the standard library only.
 """
@@ -34,7 +35,7 @@ def main(results: str) -> int:
         "cases": len(ran), "failed": _failed(ran), "chaos_sequences": len(chaos), "chaos_violations": _failed(chaos),
         "attacks": len(attacks), "attacks_succeeded": _failed(attacks),
     }  # fmt: skip
-    for name in ("node0_next_step_s", "chaos_longest_silence_s", "checker_states"):
+    for name in ("node0_next_step_s", "chaos_longest_silence_s", "checker_states", "new_plan_10000_s"):
         figures = list(_figures(ran, name))
         found[name] = max(figures) if figures else None
     print(json.dumps(found))

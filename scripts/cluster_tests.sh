@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Runs what needs the engines and networks of a real cluster: a SLURM whose nodes are network namespaces of this machine,
-# etcd, nodes that lose each other, coordinators that are lost, strangers, and the exhaustive check of the agreement. Needs
-# root. Installs Debian's packages if they are missing.
+# etcd, nodes that lose each other, coordinators that are lost, strangers, the exhaustive check of the agreement, and a
+# death in a job of 10,000 synthetic workers. Needs root. Installs Debian's packages if they are missing.
 #   scripts/cluster_tests.sh              all of it
 #   scripts/cluster_tests.sh --chaos 100  so many sequences of losses of coordinators, etcd's members, nodes, workers and links
 #   scripts/cluster_tests.sh --part 1/3   the first of three parts of about equal length
@@ -14,6 +14,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 readonly PACKAGES=(slurmctld slurmd slurm-client munge iproute2 iptables etcd-server)
 readonly TESTS=(
     tests/cluster tests/unit/control/model tests/unit/control/transport/test_strangers.py
+    tests/unit/benchmarks/test_scale_benchmark.py
     tests/integration/test_{etcd,etcd_access,takeover,control_chaos,coordinator_apart,partition,attacks}.py
 )
 

@@ -372,7 +372,8 @@ class SaveRequest:
 
 WordOfWorker = (
     JobStarted | JoinRequest | ModelBuilt | Ready | CommunicationFailed | FirstStepFailed | SurvivorReport | NodeReport
-    | StillSaving | GroupsPrepared | TrainingFinished | EmergencyCheckpointWritten | ScriptEnded | ScriptFailed | LogsWanted | LogPage
+    | StillSaving | GroupsPrepared | TrainingFinished | EmergencyCheckpointWritten | ScriptEnded | ScriptFailed
+    | LogsWanted | LogPage
 )  # fmt: skip
 WordOfAgent = (
     ProcessExited | HeartbeatsMissing | NoticeUnheard | ConnectionLost | WorkerRestarted | NodeLost | NodesDown

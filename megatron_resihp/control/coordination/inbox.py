@@ -4,7 +4,7 @@
 May import `events`, `protocol`, the store and this package's door.
 """
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
@@ -49,7 +49,7 @@ class Inbox:
         self.letter: str | None = None
         self.said = ""
         self._known = known
-        self._recent: dict[str, None] = {}
+        self._recent: OrderedDict[str, None] = OrderedDict()  # a dict would look for its first item from the start on
         self._taken: deque[str] = deque()
 
     def take(self, wait_s: float = 0.0) -> list[Heard] | None:
@@ -88,5 +88,5 @@ class Inbox:
             return False
         self._recent[letter] = None
         if len(self._recent) > RECENT:
-            del self._recent[next(iter(self._recent))]
+            self._recent.popitem(last=False)
         return True

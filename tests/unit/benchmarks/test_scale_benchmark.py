@@ -15,6 +15,15 @@ def test_scale_benchmark_brings_a_job_through_a_death(run_benchmark: Callable[..
 
 
 @pytest.mark.nightly
+def test_a_death_among_ten_thousand_workers(
+    run_benchmark: Callable[..., dict[str, Any]], record_property: Callable[[str, object], None]
+) -> None:
+    result = run_benchmark("coordinator_scale.py")
+    assert result["workers"] == 10_000
+    record_property("new_plan_10000_s", result["new_plan_s"])
+
+
+@pytest.mark.nightly
 def test_all_nodes_join_at_once_and_none_is_lost(run_benchmark: Callable[..., dict[str, Any]]) -> None:
     result = run_benchmark("coordinator_nodes.py", "--nodes", "100", "--seconds", "3")
     assert (result["joined"], result["lost"]) == (100, 0)

@@ -36,13 +36,15 @@ def test_failures_and_figures_are_counted_where_they_belong(tmp_path: Path) -> N
         ("unit.control.transport.test_strangers.TestGate", ""),
         ("unit.control.model.test_agreement", recorded("checker_states", 1_000_001)),
         ("integration.test_takeover", recorded("node0_next_step_s", 2.5)),
+        ("unit.benchmarks.test_scale_benchmark", recorded("new_plan_10000_s", 0.625)),
         ("cluster.test_slurm", "<error/>"),
         ("cluster.test_slurm", "<skipped/>"),
     )
     assert code == 0
     assert found == {
-        "cases": 8, "failed": 2, "chaos_sequences": 3, "chaos_violations": 1, "attacks": 2, "attacks_succeeded": 0,
+        "cases": 9, "failed": 2, "chaos_sequences": 3, "chaos_violations": 1, "attacks": 2, "attacks_succeeded": 0,
         "node0_next_step_s": 2.5, "chaos_longest_silence_s": 12.0, "checker_states": 1_000_001,
+        "new_plan_10000_s": 0.625,
     }  # fmt: skip
     assert said == "1 left out: a program is missing, or this is not root\n"
 
