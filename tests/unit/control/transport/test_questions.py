@@ -283,6 +283,18 @@ def test_reports_that_differ_go_at_the_same_time(line: Line, storage: Storage) -
     assert len(line.crossed) == 3 and sorted(reports_in(storage)) == ["3.1", "4.1", "5.1", "6.1", "7.1"]
 
 
+def test_reports_wait_for_those_that_were_told_together(line: Line, storage: Storage) -> None:
+    for worker in (3, 4):
+        ask(line, f"worker {worker}", reporting(worker))
+    line.serve(0.0)
+    line.hear(0.0)
+    for worker in (6, 7):
+        ask(line, f"worker {worker}", reporting(worker), 0.0)
+    assert len(line.there) == 1, "that of worker 4"
+    line.carry(0.0)
+    assert len(line.crossed) == 3 and reports_in(storage) == ["3.1", "4.1", "6.1", "7.1"]
+
+
 def test_a_report_of_one_that_is_gone_is_not_told_with_others(line: Line, storage: Storage) -> None:
     """It was given up meanwhile, or has lost its connection and will tell again."""
     for worker in (3, 4, 6):
