@@ -51,9 +51,13 @@ class Together:
             texts: as of `may_be_together`, in the order in which workers of one node have sent them.
         """
         letters = [_letter_in(text) for text in texts]
+        records = {id(letter.body.record): letter.body.record for letter in letters if letter is not None}
+        # By their texts, as numbers that are equal may be written otherwise. Most are one instance, as they are read.
+        said = {key: json.dumps(encode(record)) for key, record in records.items()}
         alike: dict[tuple[object, ...], list[int]] = {}
         for place, letter in enumerate(letters):
-            alike.setdefault((place,) if letter is None else _what_is_alike(letter.body), []).append(place)
+            key = (place,) if letter is None else (letter.body.epoch, said[id(letter.body.record)])
+            alike.setdefault(key, []).append(place)
         return [
             (some, self._joined([letters[place] for place in some]) if len(some) > 1 else texts[some[0]])
             for places in alike.values()
@@ -77,11 +81,6 @@ def _letter_in(text: bytes) -> Letter[SurvivorReport] | None:
         case Letter(sender, SurvivorReport() as report, str(id)):
             return Letter(sender, report, id)
     return None
-
-
-def _what_is_alike(report: SurvivorReport) -> tuple[object, ...]:
-    """Its text, as numbers that are equal may be written otherwise."""
-    return report.epoch, json.dumps(encode(report.record))
 
 
 def _survivor(letter: Letter[SurvivorReport]) -> Survivor:
