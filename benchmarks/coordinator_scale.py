@@ -3,9 +3,10 @@
 """How long a death takes node 0 in a job of 10,000 workers: its store, its coordinator and their log of decisions.
 
 They run in this process as in a job's. The workers are synthetic. A second process speaks for all of them, by one
-connection for each node of 8 (TP 8, PP 10), as agents do, but one message after the other. It starts the job, tells of
-a death, sends the survivors' reports as soon as it has read that the epoch is broken, and says that the members are
-ready. What workers read, and the detector's share of node 0, are not in here.
+connection for each node of 8 (TP 8, PP 10), through the code by which an agent relays what its workers say. It starts
+the job, tells of a death, sends the survivors' reports as soon as it has read that the epoch is broken, and says that
+the members are ready. All workers of a node speak at once. What workers read, and the detector's share of node 0, are
+not in here.
 
 `new_plan_s` is from the word of the death to the published plan, `go_s` from the first member that is ready to *go*,
 by the clock, with both processes on the same cores. `new_plan_cpu_s` and `go_cpu_s` are the CPU seconds of node 0's
@@ -24,7 +25,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import count
@@ -41,18 +41,19 @@ from megatron_resihp.control.coordination.coordinator import Coordinator
 from megatron_resihp.control.head.decision_file import FILE_NAME, DecisionFile
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.transport.address import Address
-from megatron_resihp.control.transport.gate import enter
+from megatron_resihp.control.transport.line import Line
 from megatron_resihp.control.transport.secret import Secret, fresh_secret
 from megatron_resihp.control.transport.store import StoreError, reserve
-from megatron_resihp.control.transport.store_client import READ_BYTES, StoreClient, connect
+from megatron_resihp.control.transport.store_client import Direct, StoreClient, connect
 from megatron_resihp.control.transport.store_server import StoreServer
-from megatron_resihp.control.transport.store_wire import LARGEST, PURPOSE, Op, Request, Said, read_reply, write_request
+from megatron_resihp.control.transport.store_wire import Op, Request, Said
 from megatron_resihp.plan import Chunk, ParallelPlan
 from megatron_resihp.plan.replica import shards_at
 from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.messages import MESSAGES, JobStarted, Message, ProcessExited, Ready, SurvivorReport
 from megatron_resihp.protocol.published import DECISIONS, EpochPlan
 from megatron_resihp.protocol.records import IterationPhase, Outcome, Record
+from megatron_resihp.protocol.together import Together
 
 GOAL_NEW_PLAN_S: Final = 1.0
 TENSOR_PARALLEL: Final = 8
@@ -64,8 +65,8 @@ WAIT_S: Final = 60.0
 VICTIM: Final = 17
 
 
-Requests = dict[int, list[bytes]]
-"""Node → what it sends."""
+Requests = dict[int, list[Request]]
+"""Node → what its workers ask."""
 COUNTERS: Final[dict[str, Any]] = {
     "iteration": 5, "consumed_train_samples": 40_000, "skipped_train_samples": 0, "consumed_valid_samples": 0,
     "scheduler_steps": 40_000, "settings": {
@@ -82,36 +83,6 @@ COUNTERS: Final[dict[str, Any]] = {
 """As a worker reports them."""
 
 
-class Node:
-    """A node's connection, which carries one request after the other."""
-
-    def __init__(self, address: Address, secret: Secret) -> None:
-        self.sock, self._session = enter(address, secret, PURPOSE, LARGEST, WAIT_S)
-        self._waiting: deque[bytes] = deque()
-
-    def ask(self, requests: Iterable[bytes]) -> None:
-        """Send the first, and each other one once the last is answered."""
-        self._waiting.extend(requests)
-        self._send_next()
-
-    def hear(self) -> bool:
-        """Take an answer; whether it was the last."""
-        data = self.sock.recv(READ_BYTES)
-        if not data:
-            raise RuntimeError("the store has ended a connection")
-        for message in self._session.feed(data):
-            if read_reply(message).said is not Said.YES:
-                raise RuntimeError("the store has refused a message")
-            return not self._send_next()
-        return False
-
-    def _send_next(self) -> bool:
-        if not self._waiting:
-            return False
-        self.sock.sendall(self._session.seal(self._waiting.popleft()))
-        return True
-
-
 class Crowd:
     """All nodes of a job.
 
@@ -122,30 +93,36 @@ class Crowd:
     def __init__(self, nodes: int, address: Address, secret: Secret) -> None:
         self._numbers = count(1)
         self._selector = selectors.DefaultSelector()
-        self._nodes = [Node(address, secret) for _ in range(nodes)]
-        for node in self._nodes:
-            self._selector.register(node.sock, selectors.EVENT_READ, node)
+        way = Direct(address, secret)
+        self._lines = [Line(address, *way.open(address, WAIT_S), Together(f"node {node}")) for node in range(nodes)]
+        for line in self._lines:
+            self._selector.register(line, selectors.EVENT_READ, line)
 
     def written(self, messages: Iterable[Message]) -> Requests:
-        """Each worker's message, as its node sends it to the coordinator."""
+        """What each worker asks of its agent."""
         requests: Requests = {}
         for each in messages:
             worker: int = each.worker  # type: ignore[union-attr]
             text = MESSAGES.write(each, f"worker {worker}", f"synthetic.{next(self._numbers)}")
-            push = write_request(Request(Op.PUSH, (keys.INBOX.encode(), text.encode())))
+            push = Request(Op.PUSH, (keys.INBOX.encode(), text.encode()))
             requests.setdefault(worker // TENSOR_PARALLEL, []).append(push)
         return requests
 
     def tell(self, requests: Requests) -> None:
         """Send them, all nodes at once; returns when the store has them."""
         for node, pushes in requests.items():
-            self._nodes[node].ask(pushes)
-        left = len(requests)
+            for place, push in enumerate(pushes):
+                self._lines[node].ask(place, push, time.monotonic())
+        left = sum(map(len, requests.values()))
         while left:
             ready = self._selector.select(WAIT_S)
             if not ready:
                 raise RuntimeError("the store does not answer")
-            left -= sum(key.data.hear() for key, _ in ready)
+            for key, _ in ready:
+                told = key.data.hear(time.monotonic())
+                if any(reply.said is not Said.YES for _, reply in told):
+                    raise RuntimeError("the store has refused a message")
+                left -= len(told)
 
 
 class Job:
@@ -183,10 +160,9 @@ class Job:
         for worker in plan.members:
             coordinate = plan.coordinate_of(worker)
             if worker != VICTIM and coordinate is not None:
-                record = Record(
-                    6, IterationPhase.COMPUTE, True, {5: outcome}, counters, 0, ("lm loss",), _times(worker)
-                )  # fmt: skip
-                yield SurvivorReport(worker, 0, record, shards_at(self._own, coordinate, TENSOR_PARALLEL))
+                record = Record(6, IterationPhase.COMPUTE, True, {5: outcome}, counters, 0, ("lm loss",))
+                held = shards_at(self._own, coordinate, TENSOR_PARALLEL)
+                yield SurvivorReport(worker, 0, record, held, times=_times(worker))
 
 
 def _times(worker: int) -> dict[int, dict[str, float]]:

@@ -126,11 +126,13 @@ def _decode_int(value: Any, tolerance: Tolerance) -> int:
 def _decode_int_between(low: float, high: float, rule: Rule) -> Decode:
     """In one function, as most numbers of messages are of this kind."""
 
+    bottom, top = max(low, -(1 << INT_BITS)), min(high, (1 << INT_BITS) - 1)
+
     def decode_int_between(value: Any, tolerance: Tolerance) -> int:
-        decoded = _decode_int(value, tolerance)
-        if not low <= decoded <= high:
-            raise is_not(value, rule)
-        return decoded
+        if type(value) is int and bottom <= value <= top:
+            return value
+        _decode_int(value, tolerance)
+        raise is_not(value, rule)
 
     return decode_int_between
 

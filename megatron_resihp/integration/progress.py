@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 
 from megatron_resihp.protocol.notices import ValidationOrder
-from megatron_resihp.protocol.records import TIMES, Commit, IterationPhase, Outcome, Record
+from megatron_resihp.protocol.records import TIMES, Commit, IterationPhase, Outcome, Record, Times
 
 NO_DOCUMENTS: Final = (0.0, 0.0)
 """Σ l and Σ l² of no documents."""
@@ -73,13 +73,17 @@ class Progress:
     def record(self, in_loop: bool, position: int) -> Record:
         """What the coordinator gets; loss totals become numbers, which waits for the device once."""
         counters = {n: _plain(counters) for n, counters in self.counters.items()}
-        times = {n: {name: each.pop(name) for name in TIMES if name in each} for n, each in counters.items()}
         outcomes = dict(self.outcomes)
-        return Record(self.iteration, self.stage, in_loop, outcomes, counters, position, self.loss_names, times)
+        return Record(self.iteration, self.stage, in_loop, outcomes, counters, position, self.loss_names)
+
+    def times(self) -> Times:
+        """What the coordinator gets besides."""
+        return {n: {name: each[name] for name in TIMES if name in each} for n, each in self.counters.items()}
 
 
 def _plain(counters: dict[str, Any]) -> dict[str, Any]:
-    return {**counters, **{name: _numbers(counters[name]) for name in ("totals", "predicted")}}
+    shared = {name: value for name, value in counters.items() if name not in TIMES}
+    return {**shared, **{name: _numbers(counters[name]) for name in ("totals", "predicted")}}
 
 
 def _numbers(table: dict[str, Any]) -> dict[str, Any]:

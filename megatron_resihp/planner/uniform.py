@@ -296,12 +296,13 @@ def _preference(held: Collection[int], previous: ParallelPlan) -> Callable[[int]
     A TP group that stays together needs no new links, and TP peers of different replicas may be on different nodes.
     """
     lost = [[sum(each not in held for each in stage) for stage in replica.stages] for replica in previous.replicas]
+    lost_of_replica = list(map(sum, lost))
 
     def key(worker: int) -> tuple[int, ...]:
         index, coordinate = previous.replica_of(worker), previous.coordinate_of(worker)
         if index is None or coordinate is None:
             return (1, worker)
-        return (0, lost[index][coordinate.stage], sum(lost[index]), index, worker)
+        return (0, lost[index][coordinate.stage], lost_of_replica[index], index, worker)
 
     return key
 

@@ -6,19 +6,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any, get_args
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any, NamedTuple, get_args
 
 from megatron_resihp.coding import Between, Repeated
 from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.logs import LogPage, LogsWanted
-from megatron_resihp.protocol.records import Record
+from megatron_resihp.protocol.records import Record, Times
 from megatron_resihp.protocol.values import (
     DigestKey,
     Epoch,
     ExitCode,
     HeldShards,
     Json,
+    LetterId,
     Natural,
     Node,
     Port,
@@ -100,13 +102,45 @@ class SurvivorReport:
     Attributes:
         held: complete and current to the record.
         unreachable: workers that did not answer when it tried to connect.
+        times: at the start of the iterations that its record has counters of.
     """
 
     worker: Worker
     epoch: Epoch
-    record: Record
+    record: Annotated[Record, Repeated()]
     held: HeldShards
     unreachable: tuple[Worker, ...] = ()
+    times: Times = field(default_factory=dict)
+
+
+class Survivor(NamedTuple):
+    """What a worker has said in its own `SurvivorReport`, but for what all of a `NodeReport` have said.
+
+    Attributes:
+        letter: the id of its text, by which that is known if it comes again.
+    """
+
+    worker: Worker
+    letter: LetterId
+    held: HeldShards
+    times: Times
+    unreachable: tuple[Worker, ...] = ()
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """What workers of a node have said of the same epoch with the same record, as their agent tells it. It means the
+    same as their own reports, one after the other."""
+
+    epoch: Epoch
+    record: Annotated[Record, Repeated()]
+    survivors: tuple[Survivor, ...]
+
+    @property
+    def reports(self) -> Iterator[SurvivorReport]:
+        """The workers' own."""
+        for each in self.survivors:
+            yield SurvivorReport(each.worker, self.epoch, self.record, each.held, each.unreachable, each.times)
 
 
 @dataclass(frozen=True)
@@ -337,8 +371,9 @@ class SaveRequest:
 
 
 WordOfWorker = (
-    JobStarted | JoinRequest | ModelBuilt | Ready | CommunicationFailed | FirstStepFailed | SurvivorReport | StillSaving
-    | GroupsPrepared | TrainingFinished | EmergencyCheckpointWritten | ScriptEnded | ScriptFailed | LogsWanted | LogPage
+    JobStarted | JoinRequest | ModelBuilt | Ready | CommunicationFailed | FirstStepFailed | SurvivorReport | NodeReport
+    | StillSaving | GroupsPrepared | TrainingFinished | EmergencyCheckpointWritten | ScriptEnded | ScriptFailed
+    | LogsWanted | LogPage
 )  # fmt: skip
 WordOfAgent = (
     ProcessExited | HeartbeatsMissing | NoticeUnheard | ConnectionLost | WorkerRestarted | NodeLost | NodesDown

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Annotated, Any, Final
 
-from megatron_resihp.coding import Holds, Repeated
+from megatron_resihp.coding import Holds
 from megatron_resihp.protocol.values import Epoch, Natural
 
 
@@ -23,6 +23,8 @@ Counters = Annotated[dict[str, Any], Holds(_have_totals, "counters: their 'total
 TIMES: Final[tuple[str, ...]] = ("interval_s", "started")
 """Counters that each worker has by its own clock: seconds that the next line of Megatron's log is about, and the Unix
 time at which it was started."""
+Times = dict[Natural, dict[str, Any]]
+"""Iteration → a worker's TIMES at its start."""
 
 
 class IterationPhase(IntEnum):
@@ -88,22 +90,16 @@ class Record:
         loss_names: what losses are called, if it knows.
         outcomes: agreed outcomes that it knows, of this iteration and the one before.
         counters: Megatron's counters as they were at the start of this iteration and of the one before, but for TIMES.
-            So they are the same on all workers of a stage, and the coordinator need not read them from each.
-        times: the counters TIMES, likewise.
+            So the records of a stage's workers are alike, and the coordinator need not read each.
     """
 
     iteration: Natural
     stage: IterationPhase
     works: bool = True
-    outcomes: Annotated[dict[Natural, Outcome], Repeated()] = field(default_factory=dict)
-    counters: Annotated[dict[Natural, Counters], Repeated()] = field(default_factory=dict)
+    outcomes: dict[Natural, Outcome] = field(default_factory=dict)
+    counters: dict[Natural, Counters] = field(default_factory=dict)
     position: Natural = 0
     loss_names: tuple[str, ...] = ()
-    times: dict[Natural, dict[str, Any]] = field(default_factory=dict)
-
-    def counters_at(self, iteration: int) -> dict[str, Any]:
-        """All its counters at the start of an iteration that it has been in."""
-        return {**self.counters[iteration], **self.times.get(iteration, {})}
 
     @property
     def applied(self) -> int:

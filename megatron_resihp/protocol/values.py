@@ -15,6 +15,7 @@ from megatron_resihp.plan import Chunk, Shard
 MOST_LAYERS: Final = 10_000
 MOST_SHARES: Final = 4096
 MOST_MICRO_BATCHES: Final = 1_000_000
+LONGEST_ID: Final = 200
 
 
 def _is_shard(shard: Shard) -> bool:
@@ -49,6 +50,8 @@ HeldShards = tuple[HeldShard, ...]
 LayerChunk = Annotated[Chunk, Holds(_is_chunk, f"a chunk: stage, first and end, up to {MOST_LAYERS}")]
 DigestKey = Annotated[str, Matches(r"-?\d{1,18}(/-?\d{1,18}){1,4}", "two to five numbers with slashes between them")]
 """See `control.coordination.digests`."""
+LetterId = Annotated[str, Holds(lambda text: 0 < len(text) <= LONGEST_ID, "a short text")]
+"""As of `wire.Letter`."""
 
 Json = Any
 """A value with a format of its own, which the code that uses it checks."""

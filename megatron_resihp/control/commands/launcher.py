@@ -8,6 +8,7 @@ events go is handed in.
 from __future__ import annotations
 
 import argparse
+import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -65,6 +66,7 @@ from megatron_resihp.events.detection import Verdict
 from megatron_resihp.events.log import FILE_NAME as EVENTS
 from megatron_resihp.events.log import read_events, read_last_run
 from megatron_resihp.protocol.notices import ValidationOrder
+from megatron_resihp.protocol.together import Together
 
 LOG_END: Final = 1 << 20
 """Bytes of the events that a coordinator which takes over reads: the log of a long run is large."""
@@ -124,7 +126,7 @@ def _launch(options: LaunchOptions, spawn: Spawn, make_event_sink: MakeEventSink
         relay = Relay(seat.secret, seat.records, seat.size.most_nodes)
         # The coordinator's own store goes with it.
         leaders = Leaders(seat.run_dir) if seat.led_on and not seat.leads else None
-        store = StoreRelay(Direct(seat.address, seat.secret, leaders))
+        store = StoreRelay(Direct(seat.address, seat.secret, leaders), Together(f"node.{secrets.token_hex(8)}"))
         reaper = stack.enter_context(closing(OrphanReaper()))
         _announce(options, seat)
         try:

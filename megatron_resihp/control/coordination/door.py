@@ -44,6 +44,7 @@ from megatron_resihp.protocol.messages import (
     Message,
     ModelBuilt,
     NodeLost,
+    NodeReport,
     NodesDown,
     PlanRequest,
     SaveRequest,
@@ -172,6 +173,8 @@ def _wrong_names(message: Message, size: JobSize, may_exist: Callable[[int], boo
             return None  # commands are answered
         case WorkerRestarted():
             workers = (message.worker, message.instead_of)
+        case NodeReport(survivors=survivors):
+            workers = tuple(each.worker for each in survivors)
         case _:
             workers = (message.worker,)
     unknown = [worker for worker in workers if not may_exist(worker)]

@@ -4,8 +4,9 @@
 May import `events`, `protocol`, the store and this package's door.
 """
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 from megatron_resihp.control import keys
@@ -14,6 +15,7 @@ from megatron_resihp.control.coordination.state_machine.state import State
 from megatron_resihp.control.transport.reader import MOST_TOLD, NO_MORE
 from megatron_resihp.control.transport.store import Store
 from megatron_resihp.events.job import MessageDropped
+from megatron_resihp.protocol.messages import NodeReport
 from megatron_resihp.protocol.wire import MalformedError, shown
 
 RECENT: Final = 10_000
@@ -47,7 +49,7 @@ class Inbox:
         self.letter: str | None = None
         self.said = ""
         self._known = known
-        self._recent: dict[str, None] = {}
+        self._recent: OrderedDict[str, None] = OrderedDict()  # a dict would look for its first item from the start on
         self._taken: deque[str] = deque()
 
     def take(self, wait_s: float = 0.0) -> list[Heard] | None:
@@ -66,7 +68,17 @@ class Inbox:
                 self._tell_dropped(MessageDropped(reason=f"{error}{more}", text=shown(text)))
             return []
         self.letter, self.said = letter.id, letter.said
-        return [letter.body] if self._is_new(letter.id) else []
+        if not self._is_new(letter.id):
+            return []
+        return self._new_of(letter.body) if isinstance(letter.body, NodeReport) else [letter.body]
+
+    def _new_of(self, report: NodeReport) -> list[Heard]:
+        """A node's report without those that have come before, by another way."""
+        new = tuple(each for each in report.survivors if self._is_new(each.letter))
+        if len(new) == len(report.survivors):
+            return [report]
+        self.said = ""
+        return [replace(report, survivors=new)] if new else []
 
     def _is_new(self, letter: str | None) -> bool:
         """Whether a message has not come before: a sender that loses the connection may send again what has arrived."""
@@ -76,5 +88,5 @@ class Inbox:
             return False
         self._recent[letter] = None
         if len(self._recent) > RECENT:
-            del self._recent[next(iter(self._recent))]
+            self._recent.popitem(last=False)
         return True

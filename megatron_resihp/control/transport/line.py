@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One connection to the store that carries the questions of many, for a loop that never waits.
 
-May import: the standard library and this package's modules.
+May import `protocol` and this package's modules.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.questions import Questions, Told
 from megatron_resihp.control.transport.secure import Session
 from megatron_resihp.control.transport.store_wire import Request, read_numbered, read_reply, write_request
+from megatron_resihp.protocol.together import Together
 
 READ_BYTES: Final = 1 << 18
 
@@ -24,13 +25,14 @@ class Line:
     Args:
         address: of the store.
         sock: connected to it; belongs to this object from now on.
+        together: as of `Questions`.
     """
 
-    def __init__(self, address: Address, sock: socket.socket, session: Session) -> None:
+    def __init__(self, address: Address, sock: socket.socket, session: Session, together: Together) -> None:
         self.address = address
         self._sock = sock
         self._session = session
-        self._questions = Questions()
+        self._questions = Questions(together)
         self._unsent = bytearray()
         sock.setblocking(False)
 

@@ -5,7 +5,11 @@ Waits of several for the same key cross the network once, as one wait without an
 store is asked whether it is there: with that answer it has said all that came in time, and only then is the asker told
 that nothing came. So a store that is stopped answers late, and says nothing wrong. A wait that nobody waits for any
 more stays open for a while, for whoever asks again. Whoever joins a wait may be told what was there a moment before: as
-long as an answer is on its way. May import: the standard library and `control.transport.store_wire`.
+long as an answer is on its way.
+
+Reports of survivors go together. While the store owes the answer to one of them, others wait for it, and are told as
+one then. Where the store is idle that is a moment. Where all nodes of a large job report, it is as long as the store
+needs for those before, and few are left that go alone. May import: `protocol`, and this package's `store_wire`.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from typing import Final
 
+from megatron_resihp.control import keys
 from megatron_resihp.control.transport.store_wire import (
     LONGEST_WAIT_S,
     MalformedRequestError,
@@ -27,6 +32,7 @@ from megatron_resihp.control.transport.store_wire import (
     dropped,
     relayed,
 )
+from megatron_resihp.protocol.together import Together, may_be_together
 
 NO: Final = Reply(Said.NO)
 SHARED: Final = (Op.GET, Op.WAIT)
@@ -38,6 +44,7 @@ MOST_IDLE: Final = 256
 
 Told = list[tuple[Hashable, Reply]]
 """Answers, each with who asked."""
+_INBOX: Final = keys.INBOX.encode()
 
 
 @dataclass
@@ -56,9 +63,17 @@ class Questions:
     """Of one line. Each asker asks one question at a time, and is answered once, unless the line is lost.
 
     What methods return as requests is to be sent over the line, in this order.
+
+    Args:
+        together: joins reports of survivors.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, together: Together) -> None:
+        self._together = together
+        self._report = -1
+        """Under which number the store was last told a report."""
+        self._waiting: dict[Hashable, Request] = {}
+        """Reports that are to be told when it has answered that."""
         self._numbers = count()
         self._open: dict[int, _Open] = {}
         self._number_of: dict[Hashable, int] = {}
@@ -77,7 +92,7 @@ class Questions:
 
     def asks(self, asker: Hashable) -> bool:
         """Whether a question of this asker is open."""
-        return asker in self._number_of
+        return asker in self._number_of or asker in self._waiting
 
     def ask(self, asker: Hashable, request: Request, now: float) -> list[Request]:
         """Take a question.
@@ -85,15 +100,21 @@ class Questions:
         Raises:
             MalformedRequestError: the asker's last one is open.
         """
-        if asker in self._number_of:
+        if self.asks(asker):
             raise MalformedRequestError("a question before the last one was answered")
         if request.op in SHARED and request.within_s > 0.0:
             return self._share(asker, request, now)
         if request.op is Op.REACH and self._reach in self._open:
             self._add(asker, self._reach, self._open[self._reach])
             return []
+        is_report = _is_report(request)
+        if is_report and self._report in self._open:
+            self._waiting[asker] = request
+            return []
         number = next(self._numbers)
         self._add(asker, number, _Open(request))
+        if is_report:
+            self._report = number
         if request.op is Op.REACH:
             self._reach = number
         if request.op is not Op.TAKE or request.within_s <= 0.0:
@@ -119,10 +140,12 @@ class Questions:
                 return [], self._ask_again(found)
         for asker in found.askers:
             self._forget(asker)
-        return [(asker, reply) for asker in found.askers], []
+        requests = self._tell_reports(now) if number == self._report and self._waiting else []
+        return [(asker, reply) for asker in found.askers], requests
 
     def forget(self, asker: Hashable, now: float) -> list[Request]:
-        """Whoever it is awaits no answer any more."""
+        """Whoever it is awaits no answer any more. A report of that one that has not been sent is not sent."""
+        self._waiting.pop(asker, None)
         number = self._number_of.get(asker)
         if number is None:
             return []
@@ -151,6 +174,19 @@ class Questions:
     def unanswered_since(self) -> float | None:
         """Since when the store owes the oldest answer that it could have given at once; None: it owes none."""
         return next(iter(self._prompt.values()), None)
+
+    def _tell_reports(self, now: float) -> list[Request]:
+        """Tell all reports that wait."""
+        waiting, self._waiting = self._waiting, {}
+        askers, sent = list(waiting), list[Request]()
+        for places, text in self._together.told([request.fields[1] for request in waiting.values()]):
+            number = self._report = next(self._numbers)
+            question = _Open(Request(Op.PUSH, (_INBOX, text)))
+            for place in places:
+                self._add(askers[place], number, question)
+            self._prompt[number] = now
+            sent.append(relayed(number, question.request))
+        return sent
 
     def _share(self, asker: Hashable, request: Request, now: float) -> list[Request]:
         sent: list[Request] = []
@@ -217,3 +253,7 @@ class Questions:
         if self._until.pop(asker, None) is not None and len(self._deadlines) > 2 * len(self._until) + 1000:
             self._deadlines = [each for each in self._deadlines if self._until.get(each[2]) == each[0]]
             heapq.heapify(self._deadlines)
+
+
+def _is_report(request: Request) -> bool:
+    return request.op is Op.PUSH and request.fields[0] == _INBOX and may_be_together(request.fields[1])

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a message to the coordinator may come from whom it comes. Pure. May import: the standard library."""
+"""Whether a message to the coordinator may come from whom it comes. Pure. May import `protocol`."""
 
 from __future__ import annotations
 
 import json
+
+from megatron_resihp.protocol.messages import NodeReport
 
 
 def speaks_for(worker: int, text: bytes) -> bool:
@@ -15,6 +17,8 @@ def speaks_for(worker: int, text: bytes) -> bool:
         return True
     if not isinstance(message, dict):
         return True
+    if message.get("kind") == NodeReport.__name__:
+        return False  # an agent tells that, of what it has let through
     body = message.get("body")
     about = body.get("worker", worker) if isinstance(body, dict) else worker
     return message.get("sender") == f"worker {worker}" and about == worker

@@ -29,6 +29,8 @@ class Storage:
     def __init__(self) -> None:
         self._values: dict[bytes, bytes] = {}
         self._queues: defaultdict[bytes, deque[bytes]] = defaultdict(deque)
+        self._pushed: dict[bytes, None] = {}
+        """Queues that `give_out` looks at."""
         self._waiting: dict[Hashable, Request] = {}
         self._waiters: dict[tuple[bool, bytes], dict[Hashable, None]] = {}
         self._deadlines: list[tuple[float, int, Hashable, Request]] = []
@@ -40,10 +42,12 @@ class Storage:
         }  # fmt: skip
 
     def ask(self, asker: Hashable, request: Request, now: float) -> Told:
-        """Do what is asked for. Whoever waits is told later, by `ask` or `expire`, and asks nothing meanwhile."""
+        """Do what is asked for. Whoever waits is told later, by `ask`, `give_out` or `expire`, and asks nothing
+        meanwhile."""
         if request.op in self._do:
             reply = self._do[request.op](*request.fields)
-            return [(asker, reply), *self._wake(request)]
+            wakes = request.op in (Op.SET, Op.COMPARE_SET, Op.ADD)
+            return [(asker, reply), *(self._wake(False, request.fields[0]) if wakes else ())]
         found = self._find(request)
         if found is not None or request.within_s <= 0.0:
             return [(asker, found or NO)]
@@ -51,6 +55,12 @@ class Storage:
         self._waiters.setdefault(_place(request), {})[asker] = None
         heapq.heappush(self._deadlines, (now + request.within_s, next(self._numbers), asker, request))
         return []
+
+    def give_out(self) -> Told:
+        """What was pushed since the last call, for whoever waits for it. Where much is pushed at once, the coordinator
+        is to get it at once: an answer for each message would take longer than the messages."""
+        queues, self._pushed = self._pushed, {}
+        return [told for queue in queues for told in self._wake(True, queue)]
 
     def expire(self, now: float) -> Told:
         """Who has waited in vain."""
@@ -109,11 +119,9 @@ class Storage:
             del self._queues[key]
         return Reply(Said.YES, answer + write_values(rest))
 
-    def _wake(self, request: Request) -> Told:
-        if request.op not in (Op.SET, Op.COMPARE_SET, Op.ADD, Op.PUSH):
-            return []
+    def _wake(self, is_queue: bool, name: bytes) -> Told:
         told: Told = []
-        for asker in list(self._waiters.get((request.op is Op.PUSH, request.fields[0]), ())):
+        for asker in list(self._waiters.get((is_queue, name), ())):
             found = self._find(self._waiting[asker])
             if found is None:
                 break
@@ -144,6 +152,7 @@ class Storage:
 
     def _push(self, queue: bytes, value: bytes) -> Reply:
         self._queues[queue].append(value)
+        self._pushed[queue] = None
         return YES
 
     def _delete(self, key: bytes) -> Reply:

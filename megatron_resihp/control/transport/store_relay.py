@@ -3,7 +3,7 @@
 
 A thread that never waits for a worker, or for node 0. Each worker has a hatch, through which it hands over connections
 (`by_agent`). Such a connection belongs to one line: it ends with that, and its worker finds out whether there is
-another, as whoever loses a connection of its own. May import: the standard library and this package's modules.
+another, as whoever loses a connection of its own. May import `protocol` and this package's modules.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from megatron_resihp.control.transport.store_wire import (
     read_request,
     write_reply,
 )
+from megatron_resihp.protocol.together import Together
 
 READ_BYTES: Final = 1 << 18
 LOOK_S: Final = 1.0
@@ -75,17 +76,20 @@ class _Attempt:
     Args:
         there: where there is a line already.
         done: called at the end.
+        together: of the line.
 
     Attributes:
         line: that was opened; None: there is one, or `error` says why not.
     """
 
-    def __init__(self, way: Direct, there: Address | None, within_s: float, done: Callable[[], None]) -> None:
+    def __init__(
+        self, way: Direct, there: Address | None, within_s: float, done: Callable[[], None], together: Together
+    ) -> None:
         self.line: Line | None = None
         self.error: Exception | None = None
         self.address: Address | None = None
         self._given_up = False
-        self._way, self._there, self._within_s, self._done = way, there, within_s, done
+        self._way, self._there, self._within_s, self._done, self._together = way, there, within_s, done, together
         try:
             threading.Thread(target=self._run, name="resihp-store-way", daemon=True).start()
         except RuntimeError as error:  # this machine has no room for another thread
@@ -96,7 +100,7 @@ class _Attempt:
         try:
             self.address = self._way.address()
             if self.address != self._there:
-                self.line = Line(self.address, *self._way.open(self.address, self._within_s))
+                self.line = Line(self.address, *self._way.open(self.address, self._within_s), self._together)
         except Exception as error:
             self.error = error
         if self._given_up:
@@ -115,10 +119,12 @@ class StoreRelay:
 
     Args:
         way: to the store.
+        together: joins reports of this node's workers.
     """
 
-    def __init__(self, way: Direct) -> None:
+    def __init__(self, way: Direct, together: Together) -> None:
         self._way = way
+        self._together = together
         self._answer_s = patience_s(way)
         self._line: Line | None = None
         self._attempt: _Attempt | None = None
@@ -329,7 +335,9 @@ class StoreRelay:
         elif self._attempt is None:
             there = None if self._line is None else self._line.address
             within_s = min(within_s, LED_ATTEMPT_S if self._way.is_led_on else ATTEMPT_S)
-            self._attempt = _Attempt(self._way, there, within_s, lambda: self._order(self._take_attempt))
+            self._attempt = _Attempt(
+                self._way, there, within_s, lambda: self._order(self._take_attempt), self._together
+            )
 
     def _ask_whether_it_is_there(self, line: Line, local: _Local, now: float) -> None:
         line.ask(local, Request(Op.REACH), now)

@@ -102,6 +102,7 @@ class StoreServer:
         for key, _ in self._selector.select(within_s):
             if isinstance(key.data, _Client) and self._clients.get(key.fd) is key.data:
                 self._serve(key.data)
+        self._tell(self._storage.give_out())
         now = time.monotonic()
         for sock, session in self._gate.look(now):
             client = self._clients[sock.fileno()] = _Client(sock, session)

@@ -29,7 +29,7 @@ from megatron_resihp.protocol.messages import (
     SurvivorReport,
 )
 from megatron_resihp.protocol.published import DECISIONS, GO, Decision, EpochPlan
-from megatron_resihp.protocol.records import Record
+from megatron_resihp.protocol.records import Record, Times
 
 SLICE_S: Final = 0.1
 """Bounded waits look up this often whether what they wait for can still come."""
@@ -131,15 +131,18 @@ class WorkerControl:
         self.tell(JoinRequest(self.worker, job))
         return self._enter(self.heard.await_call())
 
-    def report(self, record: Record, held: tuple[Shard, ...]) -> Decision:
+    def report(self, record: Record, held: tuple[Shard, ...], times: Times | None = None) -> Decision:
         """Report how far this worker got in the epoch and what it holds, and wait for what comes next.
+
+        Args:
+            times: at the start of the iterations that its record has counters of, if it knows them.
 
         Raises:
             JobEnded: nothing comes next, or this worker was given up for dead.
         """
         self.heard.stay()
         self._unreachable = self.doors.silent(self.members) if self.epoch in self.heard.to_probe else []
-        self.tell(SurvivorReport(self.worker, self.epoch, record, held, tuple(self._unreachable)))
+        self.tell(SurvivorReport(self.worker, self.epoch, record, held, tuple(self._unreachable), times or {}))
         return self._enter(self.epoch + 1)
 
     def _enter(self, epoch: int) -> Decision:

@@ -9,13 +9,13 @@ takes the last iteration that counts from the records, as the coordinator would.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 
 from megatron_resihp.control.coordination.record import NoCommitError, resolve
 from megatron_resihp.control.replanning.inventory import each_writes_all, written_once
 from megatron_resihp.plan import Coordinate, Shard
-from megatron_resihp.protocol.records import Commit, IterationPhase, Record
+from megatron_resihp.protocol.records import Commit, IterationPhase, Record, Times
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,13 @@ class Standing:
     Attributes:
         held: complete and current to its record.
         in_parts: it holds parts of the optimizer's state that others don't.
+        times: at the start of the iterations that its record has counters of.
     """
 
     record: Record
     held: tuple[Shard, ...]
     in_parts: bool = False
+    times: Times = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def decide(told: Mapping[int, Standing], directory: str) -> Decision:
     Raises:
         NoCommitError: no worker knows the counters, or what was agreed on.
     """
-    commit = resolve(standing.record for standing in told.values())
+    commit = resolve((one.record for one in told.values()), times=[one.times for one in told.values()])
     if commit.replay and commit.outcome is None:
         raise NoCommitError(f"no survivor knows what was agreed on for iteration {commit.iteration}")
     held = {worker: one.held for worker, one in told.items() if one.held and can_be_at(one.record, commit)}

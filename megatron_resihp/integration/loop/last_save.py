@@ -55,7 +55,7 @@ def _save(runtime: Runtime, why: str) -> None:
     # A worker that was cut off alone, in an earlier epoch, must not bind those that went on without it.
     board = Noticeboard(base / DIRECTORY / f"survivors-{runtime.job.run}-{runtime.epoch}", runtime.worker)
     record = runtime.progress.record(runtime.calls.in_loop, runtime.calls.position)
-    own = Standing(record, runtime.held.shards, runtime.held.kept is not None)
+    own = Standing(record, runtime.held.shards, runtime.held.kept is not None, runtime.progress.times())
     board.pin(RECORD, encode(own))
     notes = board.gather(RECORD, _awaited(runtime), TELL_S)
     told = {worker: decode(Standing, note) for worker, note in notes.items()}

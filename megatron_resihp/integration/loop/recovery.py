@@ -192,7 +192,7 @@ def _enter_next_epoch(runtime: Runtime, phases: Phases, by_choice: bool) -> None
     with phases.phase("agree"):
         runtime.reach("recovery-report")
         record = runtime.progress.record(runtime.calls.in_loop, runtime.calls.position)
-        order = runtime.control.report(record, runtime.held.shards)
+        order = runtime.control.report(record, runtime.held.shards, runtime.progress.times())
         if order.commit is not None:
             begun = apply_commit(runtime, order.commit)
             # A worker that leaves by choice does so before anything is computed.

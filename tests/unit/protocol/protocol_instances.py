@@ -68,6 +68,8 @@ def instances_of(kind: Any) -> st.SearchStrategy[Any]:
     if dataclasses.is_dataclass(kind):
         hints = get_type_hints(kind, include_extras=True)
         return st.builds(kind, **{each.name: instances_of(hints[each.name]) for each in dataclasses.fields(kind)})
+    if hasattr(kind, "_fields"):
+        return st.builds(kind, *map(instances_of, get_type_hints(kind, include_extras=True).values()))
     return {
         int: st.integers(-(2**63), 2**63 - 1), float: st.floats(allow_nan=False), str: st.text(max_size=5),
         bool: st.booleans(), types.NoneType: st.none(),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Final
 
 from megatron_resihp.control.coordination.actions import End, Log, Notify, Phase
@@ -19,6 +20,7 @@ from megatron_resihp.events.event import Event, stamped
 from megatron_resihp.events.job import Job, Model, RunStarted
 from megatron_resihp.events.workers import NodeLeft, WorkerDead, WorkersLeft, WorkerWaiting
 from megatron_resihp.protocol.logs import LogsWanted
+from megatron_resihp.protocol.messages import NodeReport
 from megatron_resihp.protocol.published import EmergencyCheckpointOrder, EpochPlan, Go
 
 Published = Notify | EpochPlan | EmergencyCheckpointOrder | Go | LogsWanted
@@ -64,7 +66,9 @@ class Succession:
     @property
     def letters(self) -> frozenset[str]:
         """The ids of those that have been decided about."""
-        return frozenset(step.letter for step in self.decisions.steps if step.letter is not None)
+        own = (step.letter for step in self.decisions.steps if step.letter is not None)
+        reports = (step.fed for step in self.decisions.steps if isinstance(step.fed, NodeReport))
+        return frozenset(chain(own, (each.letter for report in reports for each in report.survivors)))
 
     @property
     def awaited(self) -> frozenset[int]:

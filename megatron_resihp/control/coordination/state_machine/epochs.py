@@ -157,7 +157,8 @@ class Epochs:
         if separated is not None and separated.without and not state.ending.save_reason:
             return self._leave_out(separated, now)
         try:
-            commit = resolve(reports.records.values(), state.commit, state.job.pages.reached)
+            times = [reports.times[worker] for worker in reports.records]
+            commit = resolve(reports.records.values(), state.commit, state.job.pages.reached, times)
         except NoCommitError as error:
             return self._ends.end(exit_codes.RETRY, str(error))
         step = _note_commit(state, commit)

@@ -25,7 +25,7 @@ from megatron_resihp.planner import JobShape
 from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.messages import PlanRequest, Ready
 from megatron_resihp.protocol.planning import KnownJob
-from megatron_resihp.protocol.records import Commit, Record
+from megatron_resihp.protocol.records import Commit, Record, Times
 
 HeldShards = dict[int, tuple[Shard, ...]]
 """Worker → the shards that it holds."""
@@ -87,6 +87,7 @@ class Reports:
     Attributes:
         records: worker → how far it got.
         held: worker → the shards that it holds.
+        times: worker → its counters that no other has.
         unreachable: worker → the workers that it could not reach.
         links: links that failed while both ends lived.
         accounts: members that were lost without a word.
@@ -95,12 +96,13 @@ class Reports:
     links: FailedLinks
     records: dict[int, Record] = field(default_factory=dict)
     held: HeldShards = field(default_factory=dict)
+    times: dict[int, Times] = field(default_factory=dict)
     unreachable: dict[int, tuple[int, ...]] = field(default_factory=dict)
     accounts: Accounts = field(default_factory=Accounts)
 
     def clear(self) -> None:
         """Forget what was reported: living members are to report anew."""
-        self.records, self.held = {}, {}
+        self.records, self.held, self.times = {}, {}, {}
 
 
 @dataclass

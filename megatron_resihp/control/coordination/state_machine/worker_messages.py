@@ -31,6 +31,7 @@ from megatron_resihp.protocol.messages import (
     JobStarted,
     JoinRequest,
     ModelBuilt,
+    NodeReport,
     Ready,
     ScriptEnded,
     ScriptFailed,
@@ -70,6 +71,8 @@ class WorkerMessages:
                 return self._on_first_step_failed(message, now)
             case SurvivorReport():
                 return self._on_report(message, now)
+            case NodeReport():
+                return [action for report in message.reports for action in self._on_report(report, now)]
             case StillSaving():
                 return self._on_still_saving(message)
             case GroupsPrepared():
@@ -188,6 +191,7 @@ class WorkerMessages:
         state.reports.unreachable[worker] = message.unreachable
         state.reports.records[worker] = message.record
         state.reports.held[worker] = message.held
+        state.reports.times[worker] = message.times
         return broken + self._epochs.decide(now)
 
     def _on_still_saving(self, message: StillSaving) -> list[Action]:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from protocol_examples import EVENT, JOB, PLAN, PUBLISHED, TOLD
+from protocol_examples import EVENT, JOB, PLAN, PUBLISHED, RECORD, TOLD
 from protocol_instances import malformed
 
 from megatron_resihp.control import keys
@@ -39,9 +39,11 @@ from megatron_resihp.protocol.messages import (
     Message,
     ModelBuilt,
     NodeLost,
+    NodeReport,
     ProcessExited,
     ScriptFailed,
     SlowdownRequest,
+    Survivor,
     WorkerRestarted,
 )
 from megatron_resihp.protocol.notices import (
@@ -74,6 +76,7 @@ BAD_TEXTS = (
     of_json("ProcessExited", worker=1, code=-9), of_json("ProcessExited", worker=1, code=-9, time=math.nan, cause=None),
     of_json("Ready", worker=1, epoch=0), written(NodeLost(2, "", 1.0)), written(WorkerRestarted(1, 4711, 1.0)),
     of_json("StopRequest", signal="TERM", time=1), of_json("SurvivorReport", worker=1, epoch=0, record={}, held=[]),
+    written(NodeReport(0, RECORD, (Survivor(1, "1.1", (), {}), Survivor(4711, "4711.1", (), {})))),
     written(JobStarted(0, replace(JOB, chunks=(Chunk(0, 1, 3), Chunk(1, 3, 6))))),
     written(JobStarted(0, replace(JOB, context_parallel=2, expert_parallel=3, experts=12, seq_length=96))),
     written(JobStarted(0, replace(JOB, expert_parallel=2, experts=4, expert_members=JOB.tensor_parallel + 1))),

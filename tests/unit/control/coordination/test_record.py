@@ -146,10 +146,12 @@ class TestWhereToGoOn:
 
     def test_times_are_those_of_the_worker_whose_counters_are_taken(self) -> None:
         """Each worker has its own clock; all else is the same on all workers of a stage."""
-        first, last = (replace(record(5, IterationPhase.COMPUTE), times={5: {"started": float(n)}}) for n in range(2))
-        last = replace(last, counters={5: {**counters(5), "totals": {"lm loss": 1.0}}})
-        for records in ([first, last], [last, first]):
-            assert resolve(records).counters == {**counters(5), "totals": {"lm loss": 1.0}, "started": 1.0}
+        first = record(5, IterationPhase.COMPUTE)
+        last = replace(first, counters={5: {**counters(5), "totals": {"lm loss": 1.0}}})
+        for order in permutations([(first, 0.0), (first, 1.0), (last, 2.0)]):
+            times = [{5: {"started": started}} for _, started in order]
+            counted = resolve([each for each, _ in order], times=times).counters
+            assert counted == {**counters(5), "totals": {"lm loss": 1.0}, "started": 2.0}
 
     def test_only_standbys_are_left(self) -> None:
         """Nobody can tell whether the last iteration was logged and saved: it is repeated, not its step."""

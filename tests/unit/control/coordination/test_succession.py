@@ -16,7 +16,7 @@ from megatron_resihp.control import exit_codes, keys
 from megatron_resihp.control.coordination.coordinator import Coordinator
 from megatron_resihp.control.coordination.decisions.entries import Began, Entry, Step, TakenOver, line_of
 from megatron_resihp.control.coordination.decisions.reading import Decisions
-from megatron_resihp.control.coordination.decisions.recorded import UnrecordedError
+from megatron_resihp.control.coordination.decisions.recorded import Recorded, UnrecordedError
 from megatron_resihp.control.coordination.decisions.succession import (
     TAKEN_OVER_IN,
     Succession,
@@ -27,7 +27,15 @@ from megatron_resihp.control.coordination.state_machine.state import State
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.events.event import Event
 from megatron_resihp.events.workers import WorkerDead
-from megatron_resihp.protocol.messages import Message, ProcessExited, SaveRequest, ScriptEnded, SurvivorReport
+from megatron_resihp.protocol.messages import (
+    Message,
+    NodeReport,
+    ProcessExited,
+    SaveRequest,
+    ScriptEnded,
+    Survivor,
+    SurvivorReport,
+)
 from megatron_resihp.protocol.notices import NOTICES, EpochIsBroken
 from megatron_resihp.protocol.records import IterationPhase, Record
 from megatron_resihp.protocol.wire import Letter
@@ -135,6 +143,17 @@ def _after_a_break(state: State, epoch: int) -> Iterator[Message | Letter[Messag
     yield from (SurvivorReport(worker, epoch, record, held) for worker in workers)
     yield from (ready(worker, epoch + 1) for worker in workers)
     yield from (ScriptEnded(worker) for worker in workers)
+
+
+def test_letters_of_a_node_s_report_are_known_one_by_one() -> None:
+    """Its workers tell another coordinator again, and their agent joins what they tell as it comes then."""
+    record, held = report(0).record, report(0).held
+    joined = NodeReport(0, record, tuple(Survivor(worker, f"{worker}.1", held, {}) for worker in (0, 1)))
+    entries: list[Entry] = []
+    recorded = Recorded(SIZE, write=lambda lines: keep(entries)(lines))
+    recorded.handle(joined, 1.0, "node.1")
+    recorded.write_down()
+    assert folded(entries).letters == {"node.1", "0.1", "1.1"}
 
 
 def test_an_epoch_that_was_built_is_broken_for_all() -> None:

@@ -15,6 +15,7 @@ from megatron_resihp.control.transport.store import reserve
 from megatron_resihp.control.transport.store_client import Direct, StoreClient, connect, open_connection
 from megatron_resihp.control.transport.store_relay import StoreRelay
 from megatron_resihp.control.transport.store_server import StoreServer
+from megatron_resihp.protocol.together import Together
 
 HOST = "127.0.0.1"
 CONNECT_S = 10.0
@@ -50,7 +51,7 @@ class Node:
 
     def __init__(self, address: Address, secret: Secret, leaders: Leaders | None = None) -> None:
         self._is_led_on = leaders is not None
-        self.relay = StoreRelay(Direct(address, secret, leaders))
+        self.relay = StoreRelay(Direct(address, secret, leaders), Together("node"))
         self.hatches: dict[int, socket.socket] = {}
         self.relay.start()
 

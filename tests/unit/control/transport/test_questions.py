@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import pytest
@@ -18,6 +18,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from megatron_resihp.control import keys
 from megatron_resihp.control.transport.questions import GRID_S, IDLE_S, MOST_IDLE, Questions, Told
 from megatron_resihp.control.transport.storage import Storage
 from megatron_resihp.control.transport.storage import Told as ToldThere
@@ -32,6 +33,9 @@ from megatron_resihp.control.transport.store_wire import (
     read_relayed,
     read_values,
 )
+from megatron_resihp.protocol.messages import MESSAGES, NodeReport, SurvivorReport
+from megatron_resihp.protocol.records import IterationPhase, Record
+from megatron_resihp.protocol.together import Together
 
 YES, NO = Reply(Said.YES), Reply(Said.NO)
 LONG_S = 60.0
@@ -39,11 +43,37 @@ WAIT = Request(Op.WAIT, (b"key",), LONG_S)
 SET = Request(Op.SET, (b"key", b"value"))
 
 
+INBOX = keys.INBOX.encode()
+RECORD = Record(5, IterationPhase.COMPUTE)
+
+
+def reporting(worker: int) -> Request:
+    """A survivor's report; every third says something else than the others."""
+    record = replace(RECORD, position=worker % 3 // 2)
+    text = MESSAGES.write(SurvivorReport(worker, 0, record, ()), f"worker {worker}", f"{worker}.1")
+    return Request(Op.PUSH, (INBOX, text.encode()))
+
+
+def letter_of(request: Request) -> str:
+    return MESSAGES.read(request.fields[1].decode()).id or ""
+
+
+def reports_in(storage: Storage) -> list[str]:
+    """The ids of all reports that the coordinator finds."""
+    [(_, reply)] = storage.ask("coordinator", Request(Op.TAKE, (INBOX,)), 0.0)
+    letters = [MESSAGES.read(text.decode()) for text in read_values(reply.value)]
+    ids = (
+        [each.letter for each in letter.body.survivors] if isinstance(letter.body, NodeReport) else [letter.id or ""]
+        for letter in letters
+    )
+    return [id for some in ids for id in some]
+
+
 class Line:
     """What is on its way over one connection, in order, and the store's end of it."""
 
     def __init__(self, storage: Storage) -> None:
-        self.questions = Questions()
+        self.questions = Questions(Together("node"))
         self.there: deque[Request] = deque()
         self.back: deque[tuple[int, Reply]] = deque()
         self.crossed: list[Request] = []
@@ -61,6 +91,7 @@ class Line:
         self.crossed.append(inner)
         self._open.add(number)
         answered(self._storage.ask((self, number), inner, now))
+        answered(self._storage.give_out())
         return inner
 
     def hear(self, now: float) -> Told:
@@ -115,6 +146,7 @@ class Network(RuleBasedStateMachine):
         self.asked: dict[Hashable, Asked] = {}
         self.came: dict[bytes, float] = {}
         self.pushed: set[bytes] = set()
+        self.reported: set[str] = set()
         self.taken: list[bytes] = []
         self.lost_takes = 0
         self.count = 0
@@ -131,6 +163,11 @@ class Network(RuleBasedStateMachine):
     def push(self, asker: int) -> None:
         self.count += 1
         self._ask(asker, Request(Op.PUSH, (b"queue", b"%d" % self.count)))
+
+    @rule(asker=askers)
+    def report(self, asker: int) -> None:
+        self.count += 1
+        self._ask(asker, reporting(self.count))
 
     @rule(asker=askers, within_s=st.sampled_from([0.0, 1.0]))
     def take(self, asker: int, within_s: float) -> None:
@@ -183,6 +220,8 @@ class Network(RuleBasedStateMachine):
         found = self.taken + read_values(left.value)
         assert len(found) == len(set(found)), "each has one taker"
         assert self.lost_takes or self.pushed <= set(found), "what was pushed is there"
+        reported = reports_in(self.storage)
+        assert self.reported <= set(reported) and len(reported) == len(set(reported)), "each report is there once"
 
     def _ask(self, asker: int, request: Request) -> None:
         if asker not in self.asked:
@@ -199,6 +238,8 @@ class Network(RuleBasedStateMachine):
             assert reply.said is (Said.YES if came <= self.now else Said.NO) or came > until
             assert reply.said is Said.NO or came <= self.now
             assert reply.said is Said.YES or self.now >= until
+        elif request.op is Op.PUSH and request.fields[0] == INBOX:
+            self.reported.add(letter_of(request))
         elif request.op is Op.PUSH:
             self.pushed.add(request.fields[1])
         elif request.op is Op.TAKE:
@@ -221,6 +262,54 @@ def line(storage: Storage) -> Line:
 
 def ask(line: Line, asker: str, request: Request, now: float = 0.0) -> None:
     line.there += line.questions.ask(asker, request, now)
+
+
+def test_reports_wait_for_the_first_and_go_together(line: Line, storage: Storage) -> None:
+    for worker in (3, 4, 6, 7):
+        ask(line, f"worker {worker}", reporting(worker))
+    ask(line, "another", SET)
+    assert dict(line.carry(0.0)) == dict.fromkeys(("worker 3", "worker 4", "worker 6", "worker 7", "another"), YES)
+    assert [request.op for request in line.crossed] == [Op.PUSH, Op.SET, Op.PUSH], "nothing else waits"
+    assert reports_in(storage) == ["3.1", "4.1", "6.1", "7.1"]
+    ask(line, "worker 3", reporting(9))
+    assert line.carry(0.0) == [("worker 3", YES)], "none is waited for by then"
+
+
+def test_reports_that_differ_go_at_the_same_time(line: Line, storage: Storage) -> None:
+    for worker in (3, 4, 5, 7):
+        ask(line, f"worker {worker}", reporting(worker))
+    ask(line, "late", reporting(6))
+    line.carry(0.0)
+    assert len(line.crossed) == 3 and sorted(reports_in(storage)) == ["3.1", "4.1", "5.1", "6.1", "7.1"]
+
+
+def test_reports_wait_for_those_that_were_told_together(line: Line, storage: Storage) -> None:
+    for worker in (3, 4):
+        ask(line, f"worker {worker}", reporting(worker))
+    line.serve(0.0)
+    line.hear(0.0)
+    for worker in (6, 7):
+        ask(line, f"worker {worker}", reporting(worker), 0.0)
+    assert len(line.there) == 1, "that of worker 4"
+    line.carry(0.0)
+    assert len(line.crossed) == 3 and reports_in(storage) == ["3.1", "4.1", "6.1", "7.1"]
+
+
+def test_a_report_of_one_that_is_gone_is_not_told_with_others(line: Line, storage: Storage) -> None:
+    """It was given up meanwhile, or has lost its connection and will tell again."""
+    for worker in (3, 4, 6):
+        ask(line, f"worker {worker}", reporting(worker))
+    line.there += line.questions.forget("worker 4", 0.0)
+    assert not line.questions.asks("worker 4")
+    assert dict(line.carry(0.0)) == {"worker 3": YES, "worker 6": YES}
+    assert reports_in(storage) == ["3.1", "6.1"]
+
+
+def test_who_has_reported_asks_nothing_before_that_is_told(line: Line) -> None:
+    for worker in (3, 4):
+        ask(line, f"worker {worker}", reporting(worker))
+    with pytest.raises(MalformedRequestError):
+        ask(line, "worker 4", SET)
 
 
 def test_equal_waits_of_several_cross_once(line: Line) -> None:

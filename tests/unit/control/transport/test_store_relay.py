@@ -31,7 +31,8 @@ from megatron_resihp.control.transport.store import StoreError
 from megatron_resihp.control.transport.store_client import StoreClient, open_connection
 from megatron_resihp.control.transport.store_relay import MOST_CONNECTIONS
 from megatron_resihp.control.transport.store_wire import MAX_VALUE_BYTES, Op, Request, dropped, relayed, write_request
-from megatron_resihp.protocol.messages import MESSAGES, ScriptEnded, SlowdownRequest
+from megatron_resihp.protocol.messages import MESSAGES, NodeReport, ScriptEnded, SlowdownRequest, SurvivorReport
+from megatron_resihp.protocol.records import IterationPhase, Record
 
 SHORT_S = 0.05
 WAIT_S = 30.0
@@ -135,7 +136,8 @@ def test_a_worker_speaks_for_itself_only(node: Node, served: Served) -> None:
     damaged = other.replace('"sender"', '"\udcff": 1, "sender"').encode(errors="surrogateescape")
     agents = MESSAGES.write(SlowdownRequest((), 1.0), "agent 0")
     store = node.connect(1)
-    for text in (other, pretended, agents):
+    of_several = MESSAGES.write(NodeReport(0, Record(5, IterationPhase.COMPUTE), ()), "worker 1")
+    for text in (other, pretended, agents, of_several):
         with pytest.raises(ValueError, match="speaks for itself only"):
             store.push(keys.INBOX, text)
     with pytest.raises(ValueError, match="speaks for itself only"):
@@ -145,6 +147,28 @@ def test_a_worker_speaks_for_itself_only(node: Node, served: Served) -> None:
     store.push(keys.INBOX, "no message, of which the coordinator tells")
     store.push("another queue", other)
     assert [text[:1] for text in served.connect().take(keys.INBOX, 0.0)] == ["{", "{", "n"]
+
+
+def test_reports_of_a_node_reach_the_store_together(node: Node, served: Served, between: GoBetween) -> None:
+    """In a large job the store is busy with those of other nodes meanwhile."""
+    stores = [node.connect(worker) for worker in range(4)]
+    record = Record(5, IterationPhase.COMPUTE)
+    between.open.clear()
+    threads = [
+        threading.Thread(target=store.push, args=(
+            keys.INBOX, MESSAGES.write(SurvivorReport(worker, 0, record, ()), f"worker {worker}", f"{worker}.1"),
+        ))
+        for worker, store in enumerate(stores)
+    ]  # fmt: skip
+    for thread in threads:
+        thread.start()
+    eventually(lambda: len(node.relay._line._questions._waiting) == 3)  # type: ignore[union-attr]
+    between.open.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+    first, others = (MESSAGES.read(text).body for text in served.connect().take(keys.INBOX, WAIT_S))
+    assert isinstance(first, SurvivorReport) and isinstance(others, NodeReport)
+    assert {first.worker, *(each.worker for each in others.survivors)} == set(range(4))
 
 
 def test_an_agent_speaks_for_all(node: Node, served: Served) -> None:

@@ -15,6 +15,7 @@ from megatron.core.timers import Timers
 from megatron.training import training
 from megatron.training.utils import log_utils
 
+from megatron_resihp.control.coordination.record import resolve
 from megatron_resihp.integration.patches import counting
 from megatron_resihp.integration.patches.counting import (
     INTERVAL,
@@ -92,14 +93,16 @@ def test_settings_of_a_checkpoint_are_put_into_what_was_built_from_arguments() -
 
 def test_workers_of_a_stage_report_the_same_but_for_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """So the coordinator of thousands reads it once."""
-    records = []
+    records, times = [], []
     for started in (100.0, 200.0):
         monkeypatch.setattr(training, "_TRAIN_START_TIME", started)
         worker = runtime(1e-3, 40, 0.95)
         worker.progress.begin(8, snapshot_counters(worker))
         records.append(worker.progress.record(True, 0))
-    assert records[0].counters == records[1].counters
-    restore_counters(runtime(1e-3, 40, 0.95), json.loads(json.dumps(records[0].counters_at(8))))
+        times.append(worker.progress.times())
+    assert records[0] == records[1]
+    counted = resolve(records, times=times).counters
+    restore_counters(runtime(1e-3, 40, 0.95), json.loads(json.dumps(counted)))
     assert training._TRAIN_START_TIME == 100.0
 
 

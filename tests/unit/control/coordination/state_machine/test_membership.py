@@ -48,6 +48,7 @@ from megatron_resihp.protocol.messages import (
     Message,
     ModelBuilt,
     NodeLost,
+    NodeReport,
     NodesDown,
     NoticeUnheard,
     PlanRequest,
@@ -57,6 +58,7 @@ from megatron_resihp.protocol.messages import (
     ScriptFailed,
     StillSaving,
     StopRequest,
+    Survivor,
     SurvivorReport,
     TrainingFinished,
     WorkerRestarted,
@@ -499,6 +501,25 @@ class TestGivenUp:
         actions = job.wait(10.1)
         assert [event.dead for event in events(actions, "worker_dead")] == [3]
         assert only(EpochPlan, actions).plan.members == (1, 2)
+
+    @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+    def test_a_node_s_report_is_as_good_as_its_workers_own(self, order: tuple[int, ...]) -> None:
+        alone, together = Job().start(), Job().start()
+        alone.kill(3)
+        together.kill(3)
+        record = alone.record(0)
+        own = [SurvivorReport(w, 0, record, alone.held[w], times={5: {"started": float(w)}}) for w in order]
+        joined = NodeReport(0, record, tuple(Survivor(each.worker, "a", each.held, each.times) for each in own))
+        assert together.tell(joined) == [action for each in own for action in alone.tell(each)]
+        assert together.state.epoch == 1 and together.state.commit == alone.state.commit
+        assert together.state.reports.records == alone.state.reports.records
+
+    def test_what_a_node_reports_of_a_dead_worker_does_not_count(self) -> None:
+        job = Job().start()
+        job.kill(3)
+        record = job.record(0)
+        assert job.tell(NodeReport(0, record, tuple(Survivor(w, "a", job.held[w], {}) for w in (3, 1)))) == []
+        assert set(job.state.reports.records) == {1}
 
     def test_nothing_is_late_while_training(self) -> None:
         assert not Job().start().recover([0]).wait(1e9)

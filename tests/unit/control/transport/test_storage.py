@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the store's storage says to whom, and when: no connections, no clock. More of it is in `test_questions.py`."""
+
+from __future__ import annotations
+
+from megatron_resihp.control.transport.storage import YES, Storage
+from megatron_resihp.control.transport.store_wire import Op, Request, read_values
+
+LONG_S = 60.0
+TAKE = Request(Op.TAKE, (b"queue",), LONG_S)
+
+
+def pushing(value: bytes) -> Request:
+    return Request(Op.PUSH, (b"queue", value))
+
+
+def test_who_waits_for_a_queue_gets_all_that_was_pushed_at_once() -> None:
+    storage = Storage()
+    assert storage.ask("taker", TAKE, 0.0) == [] and storage.give_out() == []
+    for number in range(3):
+        assert storage.ask("worker", pushing(b"%d" % number), 0.0) == [("worker", YES)]
+    [(taker, reply)] = storage.give_out()
+    assert taker == "taker" and read_values(reply.value) == [b"0", b"1", b"2"]
+    assert storage.give_out() == []
+
+
+def test_each_value_has_one_taker_and_who_got_none_still_waits() -> None:
+    storage = Storage()
+    for taker in ("one", "another"):
+        storage.ask(taker, TAKE, 0.0)
+    for expected in ("one", "another"):
+        storage.ask("worker", pushing(b"value"), 0.0)
+        assert [who for who, _ in storage.give_out()] == [expected]
+    storage.ask("one", TAKE, 0.0)
+    storage.ask("worker", pushing(b"value"), 0.0)
+    storage.forget("one")
+    assert storage.give_out() == []
+    [(_, reply)] = storage.ask("late", TAKE, 0.0)
+    assert read_values(reply.value) == [b"value"], "who asks when it is there does not wait"
