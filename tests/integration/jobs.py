@@ -14,8 +14,8 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
