@@ -98,7 +98,7 @@ def take_over(options: LaunchOptions, make_event_sink: MakeEventSink, stack: Exi
 
 
 def _claim(run_dir: Path, claim: Callable[[], None]) -> None:
-    """Have the run directory. Its job has not ended, whatever a coordinator that was cut off from it has said."""
+    """Have the run directory. Its job ends here, whatever a coordinator that was cut off from it has said."""
     try:
         claim()
         (run_dir / RESULT).unlink(missing_ok=True)

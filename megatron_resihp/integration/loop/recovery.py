@@ -16,7 +16,7 @@ import torch
 from megatron.core.rerun_state_machine import RerunMode
 
 from megatron_resihp.control.transport.store import StoreError
-from megatron_resihp.control.worker.errors import EpochBroken, JobEnded
+from megatron_resihp.control.worker.errors import CoordinatorLost, EpochBroken, JobEnded
 from megatron_resihp.executor.groups.errors import is_communicator_error, is_out_of_memory
 from megatron_resihp.executor.host_memory import host_memory_of
 from megatron_resihp.integration.logs.profiling import end_profiling
@@ -201,7 +201,8 @@ def _enter_next_epoch(runtime: Runtime, phases: Phases, by_choice: bool) -> None
         if isinstance(order, EmergencyCheckpointOrder):
             write_emergency_checkpoint(runtime, order)
             end = runtime.control.heard.await_end()
-            name_if_whole(runtime, order)
+            if not isinstance(end, CoordinatorLost):  # else survivors agree among themselves
+                name_if_whole(runtime, order)
             raise end
     _enter(runtime, phases, order, redone)
 
