@@ -37,6 +37,9 @@ TERM: Final = "term"
 IDENTITY: Final = "identity"
 """Key of a digest of what the job's first worker was started with; what it stands for is under `identity/DIGEST`."""
 
+SAVED: Final = "saved/"
+"""What the keys begin with that each worker sets once it has written its part of an emergency checkpoint."""
+
 ANSWERS: Final = "answer/"
 """What the keys begin with under which commands find what they are answered: `protocol.answers.ANSWERS`."""
 

@@ -64,7 +64,6 @@ class Job(Event):
         int | None, "bytes of host memory that a worker's state may take in a change of plan; null: not known"
     ] = None
     gemm: Annotated[tuple[int, ...] | None, "m, n and k of a matrix product of the training"] = None
-    transfer_bytes: Annotated[int | None, "size of a micro-batch's activations"] = None
     false_alarms_per_job: Annotated[float | None, "what the detector may get wrong, on average"] = None
     cost_model: Annotated[str | None, "file that the detector was to start from; null: none named"] = None
     carrier: Annotated[

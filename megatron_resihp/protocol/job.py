@@ -52,7 +52,6 @@ class JobDescription:
         micro_batch_size, global_batch_size: samples.
         emulated: name of the emulated device; None: the clock is real.
         gemm: (m, n, k) of a matrix product of the training.
-        transfer_bytes: of what one stage sends to the next.
         false_alarms_per_job: how many false reports of slow workers are accepted.
         distributed_optimizer: replicas share the optimizer's state out.
         strategy: which plans in place.
@@ -84,7 +83,6 @@ class JobDescription:
     global_batch_size: Positive | None = None
     emulated: str | None = None
     gemm: tuple[Natural, Natural, Natural] | None = None
-    transfer_bytes: Natural | None = None
     false_alarms_per_job: float = FALSE_ALARMS_PER_JOB
     distributed_optimizer: bool = False
     strategy: str = UNIFORM

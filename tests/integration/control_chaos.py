@@ -15,6 +15,7 @@ MEMBERS: Final = 3
 """Of etcd."""
 LEASE_S: Final = 3
 MOST_COORDINATORS_LOST: Final = 2
+LONGEST_CUT_S: Final = 12.0
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def _to_etcd(random: Random) -> Blow:
 
 
 def _to_a_link(random: Random, node: int, other: int) -> Blow:
-    lasts_s = random.choice((0.5, 4.0, 12.0))
+    lasts_s = random.choice((0.5, 4.0, LONGEST_CUT_S))
     cut = _at_some_time(random, "cut", "link", node, lasts_s)
     return cut if random.random() < 0.5 else replace(cut, other=other)
 

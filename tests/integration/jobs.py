@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -157,7 +158,8 @@ class Job:
     def kill(self) -> None:
         """End it at once; workers die with their launcher, stopped ones too."""
         if self.code is None and self.pid is not None:
-            os.kill(self.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has ended, and only the nursery knows yet
+                os.kill(self.pid, signal.SIGKILL)
             self.nursery.serve_until(lambda: self.code is not None, time.monotonic() + 10.0)
 
     def tails(self) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from control_chaos import ITERATIONS, LEASE_S, MEMBERS, NODES, Blow, random_blows
+from control_chaos import ITERATIONS, LEASE_S, LONGEST_CUT_S, MEMBERS, NODES, Blow, random_blows
 from etcds import Etcd, needs_etcd
 from jobs import Job, Jobs, check_training, tiny
 from launched import is_alive
@@ -58,6 +58,21 @@ def test_whatever_happens_to_those_that_decide(
             stage.play(random_blows(seed))
             check(stage, place, reference)
             record_property("chaos_longest_silence_s", round(silence(stage.leader), 1))
+        finally:
+            stage.clear()
+
+
+@pytest.mark.timeout(2 * BOUND_S)
+def test_a_long_cut_loses_a_node_if_nothing_else_happens(jobs: Jobs, tmp_path: Path) -> None:
+    """So the sequences' cuts are no empty threat. While a coordinator takes over, a node has longer to come back."""
+    with closing(Etcd(tmp_path, MEMBERS)) as etcd, closing(Network(NODES)) as network:
+        place = replace(etcd.location(), lease_s=LEASE_S)
+        stage = Stage(jobs, tmp_path, tiny(train_iters=ITERATIONS, global_batch_size=6), etcd, place, network)
+        try:
+            stage.play((Blow(5, 0.0, "cut", "link", 1, LONGEST_CUT_S),))
+            deaths = stage.leader.events("worker_dead")
+            assert [(death["dead"], death["node"]) for death in deaths] == [(1, 1)], stage.said()
+            assert stage.leader.code == 0, stage.said()
         finally:
             stage.clear()
 

@@ -271,6 +271,33 @@ def test_nodes_that_cannot_reach_etcd_may_wait_for_it(
     assert waiting.taken() if taken else waiting.refusal()
 
 
+def test_an_end_that_nodes_wait_to_be_told_of_is_taken_over(first: First, wait: Callable[..., Waiting]) -> None:
+    """The coordinator was lost in between."""
+    first.decide(*entries(until=None))
+    first.lapse()
+    seat = wait().taken()
+    assert seat.before is not None and seat.before.end is not None and seat.before.end.code == 0
+
+
+def test_an_end_that_nobody_waits_for_is_not(
+    first: First, wait: Callable[..., Waiting], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Where nodes can't reach etcd, that is known only once the coordinator's file has not been touched for long."""
+    silent_s = [2.0]
+    monkeypatch.setattr(standby, "age", lambda path: silent_s[0])
+    waiting = wait()
+    eventually("it waits", lambda: "waits until the coordinator of" in capfd.readouterr().out)
+    with closing(Gateway(first.place)) as gateway:
+        gateway.revoke(first.lease_of_nodes)
+    first.decide(*entries(until=None))
+    first.lapse()
+    time.sleep(0.5)
+    assert waiting.ended is None and waiting.seat is None, "it looks again"
+    silent_s[0] = 300.0
+    refusal = waiting.refusal()
+    assert isinstance(refusal, JobIsOver) and refusal.code == 0
+
+
 def test_it_ends_with_the_job_that_it_waits_for(
     first: First, wait: Callable[..., Waiting], capfd: pytest.CaptureFixture[str]
 ) -> None:

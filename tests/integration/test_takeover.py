@@ -20,8 +20,11 @@ from launched import Launched, eventually
 from megatron_resihp.cli import main
 from megatron_resihp.control import exit_codes
 from megatron_resihp.control.commands import launcher
+from megatron_resihp.control.commands.contact import Contact
+from megatron_resihp.control.coordination.actions import Action, End
+from megatron_resihp.control.coordination.coordinator import Coordinator
 from megatron_resihp.control.head.decision_logs import decisions_at
-from megatron_resihp.control.transport import lasting, store_client
+from megatron_resihp.control.transport import lasting, store_client, store_relay
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.etcd.gateway import Gateway
 from megatron_resihp.control.transport.etcd.location import Location
@@ -56,16 +59,25 @@ class Cluster:
         self.run_dir, self._place = run_dir, place
         self.all: list[Launched] = []
 
-    def begin(self, **of_nodes: Any) -> None:
-        self.first = self.coordinator(standby=False)
+    def begin(self, *wishes: str, trains: bool = True, min_workers: int = 1, **of_nodes: Any) -> None:
+        """`wishes`: of the workers from the start. `trains`: wait until they do."""
+        for wish in wishes:
+            (self.run_dir / wish).touch()
+        self.first = self.coordinator(standby=False, min_workers=min_workers)
         eventually("it has said so", lambda: "which join with" in self.first.output())
         at = {"coordinator": self.first.options.coordinator, **of_nodes}
         self.nodes = [self._started(node=node, **at) for node in range(2)]
-        self.first.await_event("epoch_started", epoch=0)
+        if trains:
+            self.first.await_event("epoch_started", epoch=0)
 
-    def coordinator(self, standby: bool = True, port: int | None = None) -> Launched:
+    def coordinator(self, standby: bool = True, port: int | None = None, **options: Any) -> Launched:
         at = Address(HOST, port or free_port())
-        return self._started(alone=True, standby=standby, control=self._place, coordinator=at)
+        return self._started(alone=True, standby=standby, control=self._place, coordinator=at, **options)
+
+    def await_decision(self, what: str, times: int = 1) -> None:
+        """Of so many times that the log has this."""
+        log = self.run_dir / "decisions.jsonl"
+        eventually(what, lambda: log.exists() and log.read_text().count(what) >= times)
 
     def _started(self, **options: Any) -> Launched:
         self.all.append(Launched(self.run_dir, **{"nodes": 2, "workers_per_node": 2, **options}))
@@ -78,11 +90,15 @@ class Cluster:
     def finish(self, *coordinators: Launched) -> None:
         """All that is left comes to a good end, and what was decided is whole."""
         self.first.ask("finish")
+        self.end(0, *coordinators)
+
+    def end(self, code: int, *coordinators: Launched) -> None:
+        """All that is left ends with this, and what was decided is whole."""
         for each in (*coordinators, *self.nodes):
-            assert each.end() == 0, each.output()
+            assert each.end() == code, each.output()
         assert decisions_at(str(self._place)) == decisions_at(str(self.run_dir))
         assert main(["replay", str(self._place)]) == 0
-        assert (self.run_dir / "exit_code").read_text() == "0\n"
+        assert (self.run_dir / "exit_code").read_text() == f"{code}\n"
         left = {path.name for path in self.run_dir.iterdir()}
         assert not left & {"coordinator.json", "secret"}, left
 
@@ -91,8 +107,8 @@ class Cluster:
 def begin(tmp_path: Path, place: Location, short: None) -> Iterator[Callable[..., Cluster]]:
     cluster = Cluster(tmp_path / "run", place)
 
-    def start(**of_nodes: Any) -> Cluster:
-        cluster.begin(**of_nodes)
+    def start(*wishes: str, **options: Any) -> Cluster:
+        cluster.begin(*wishes, **options)
         return cluster
 
     yield start
@@ -129,7 +145,7 @@ def test_an_epoch_that_is_being_built_is_built_again(begin: Callable[..., Cluste
     cluster = begin()
     cluster.first.ask("dawdle_0")
     os.kill(cluster.first.worker_pid(3), signal.SIGKILL)
-    eventually("the plan is published", lambda: "EpochPlan" in (cluster.first.run_dir / "decisions.jsonl").read_text())
+    cluster.await_decision("EpochPlan")
     cluster.first.await_event("epoch_broken", broken_epoch=0)
     standby = cluster.coordinator()
     cluster.lose()
@@ -138,6 +154,47 @@ def test_an_epoch_that_is_being_built_is_built_again(begin: Callable[..., Cluste
     recovery = standby.await_event("recovery")
     assert recovery["to_epoch"] in (1, 2)
     cluster.finish(standby)
+
+
+def test_a_job_that_has_not_begun_to_train_ends(begin: Callable[..., Cluster]) -> None:
+    """At once: agents and workers don't wait in vain for groups that were to meet in the lost store."""
+    cluster = begin("dawdle_0", trains=False)
+    cluster.await_decision('"kind": "Ready"', times=3)
+    standby = cluster.coordinator()
+    cluster.lose()
+    finished = standby.await_event("run_finished")
+    assert finished["reason"] == "the coordinator was lost before the first iteration"
+    (cluster.run_dir / "dawdle_0").unlink()
+    cluster.end(exit_codes.RETRY, standby)
+
+
+def test_survivors_that_save_what_they_hold_tell_the_next_one(begin: Callable[..., Cluster]) -> None:
+    cluster = begin("slow_save_0", min_workers=4)
+    os.kill(cluster.first.worker_pid(3), signal.SIGKILL)
+    cluster.await_decision("EmergencyCheckpointOrder")
+    standby = cluster.coordinator()
+    cluster.lose()
+    standby.await_event("coordinator_replaced")
+    (cluster.run_dir / "slow_save_0").unlink()
+    cluster.end(exit_codes.NO_PLAN, standby)
+
+
+def test_an_end_that_nobody_was_told_of_is_told(begin: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator is lost when it has decided that the job ends."""
+    carry_out = Coordinator._carry_out
+
+    def lost_at_the_end(self: Coordinator, action: Action) -> int | None:
+        if isinstance(action, End) and (cluster.run_dir / f"lose_{os.getpid()}").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return carry_out(self, action)
+
+    monkeypatch.setattr(Coordinator, "_carry_out", lost_at_the_end)
+    cluster = begin()
+    standby = cluster.coordinator()
+    cluster.first.ask(f"lose_{cluster.first.pid}")
+    cluster.finish(standby)
+    assert cluster.first.end() == -signal.SIGKILL
+    assert [event["exit_code"] for event in standby.events("run_finished")] == [0]
 
 
 def test_a_death_that_nobody_was_told_of_is_told_to_the_next_one(begin: Callable[..., Cluster]) -> None:
@@ -208,11 +265,15 @@ def test_one_that_was_stopped_does_no_harm(begin: Callable[..., Cluster]) -> Non
     cluster.finish(standby)
 
 
-def test_one_that_loses_etcd_alone_makes_way(
-    begin: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("also", ["nothing else", "the run directory"])
+def test_one_that_loses_etcd_makes_way(
+    begin: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, also: str
 ) -> None:
-    """Its nodes reach it all the time."""
-    ask = Gateway._ask_member
+    """Its nodes reach it all the time. They find the next one by themselves where it can't know of that."""
+    ask, blind = Gateway._ask_member, also == "the run directory"
+    if blind:
+        monkeypatch.setattr(store_relay, "ELSEWHERE_S", 1.0)
+        monkeypatch.setattr(Contact, "is_followed", lambda self, run_dir: False)
 
     def ask_if_in_reach(self: Gateway, *of_request: Any) -> tuple[int, bytes]:
         if (tmp_path / f"cut_off_{os.getpid()}").exists():
@@ -225,8 +286,11 @@ def test_one_that_loses_etcd_alone_makes_way(
     eventually("it waits", lambda: "resihp: waits until" in standby.output())
     (tmp_path / f"cut_off_{cluster.first.pid}").touch()
     standby.await_event("coordinator_replaced")
-    assert cluster.first.end() == exit_codes.RETRY
-    assert "the coordinator is lost: another has taken over etcd://" in cluster.first.output()
+    for node in cluster.nodes:
+        eventually("it is found", lambda node=node: "has found another coordinator" in node.output())
+    if not blind:
+        assert cluster.first.end() == exit_codes.RETRY
+        assert "the coordinator is lost: another has taken over etcd://" in cluster.first.output()
     os.kill(standby.worker_pid(3), signal.SIGKILL)
     standby.await_event("recovery", to_epoch=1)
     cluster.finish(standby)

@@ -5,7 +5,7 @@ Run by test_launcher.py, which steers it with files in RUN_DIR: `finish` lets al
 worker 3 raise, `crash_3` end without a word, `deaf_3` ignore an order to stop, `hang_3` outlive SIGTERM. At the start
 `idle_3` makes it do nothing for now, `breed_3` start children, and `knock_3` connect to the port that the file holds;
 `dawdle_3` keeps it from getting ready for an epoch, `mute_3` from reporting when one has broken, and with
-`time_out_3` it takes it once that communication has failed.
+`time_out_3` it takes it once that communication has failed. `slow_save_3` keeps it from ending an emergency save.
 `job` holds what is to be told of the job, and `events` what worker 0 tells when training begins.
 """
 
@@ -72,6 +72,8 @@ def recover(control: WorkerControl, plan: ParallelPlan) -> ParallelPlan:
     while True:
         order = control.report(record, shards_at([Chunk(0, 0, 4)], held, 1) if held else ())
         if isinstance(order, EmergencyCheckpointOrder):
+            while asked(f"slow_save_{WORKER}"):
+                time.sleep(TICK_S)
             control.tell(EmergencyCheckpointWritten(WORKER))
             raise control.heard.await_end()
         assert isinstance(order, EpochPlan)

@@ -14,16 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from megatron_resihp.control import exit_codes
 from megatron_resihp.control.commands.claim import TOUCH_S, age
 from megatron_resihp.control.commands.contact import FILE_NAME, Contact, read_contact
 from megatron_resihp.control.commands.launch_options import LaunchError, LaunchOptions
 from megatron_resihp.control.commands.run_directory import make_run_dir, unwritable
 from megatron_resihp.control.commands.seat import RESULT, MakeEventSink, Seat, make_sink
-from megatron_resihp.control.coordination.actions import Phase
+from megatron_resihp.control.coordination.actions import End
 from megatron_resihp.control.coordination.decisions.reading import NotBegunError, UnusableError
 from megatron_resihp.control.coordination.decisions.replay import DifferenceError
-from megatron_resihp.control.coordination.decisions.succession import TAKEN_OVER_IN, Succession, succession
+from megatron_resihp.control.coordination.decisions.succession import Succession, succession
 from megatron_resihp.control.head.etcd_log import decisions_from
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.terminal import say
@@ -39,7 +38,13 @@ LOOK_S: Final = 0.5
 """How often it is looked for the leader's key."""
 SILENT_S: Final = 2 * TOUCH_S
 """A coordinator that has not touched its file for so long doesn't live, or has lost the run directory."""
-AGAIN: Final = (DeposedError, UnreachableError, LeaseLostError)
+
+
+class _NotKnownError(Exception):
+    """It can't be known yet whether processes of the job wait for another coordinator."""
+
+
+AGAIN: Final = (DeposedError, UnreachableError, LeaseLostError, _NotKnownError)
 """Another standby was faster, or nothing can be decided by any coordinator: a later look may find otherwise."""
 
 
@@ -60,7 +65,7 @@ def take_over(options: LaunchOptions, make_event_sink: MakeEventSink, stack: Exi
 
     Raises:
         LaunchError: that can't be.
-        JobIsOver: the job has ended meanwhile.
+        JobIsOver: the job has ended meanwhile, and all its nodes know that.
     """
     assert options.control is not None and options.coordinator is not None
     run_dir, host = make_run_dir(options), options.coordinator.host
@@ -93,7 +98,7 @@ def take_over(options: LaunchOptions, make_event_sink: MakeEventSink, stack: Exi
 
 
 def _claim(run_dir: Path, claim: Callable[[], None]) -> None:
-    """Have the run directory. Its job has not ended, whatever a coordinator that was cut off from it has said."""
+    """Have the run directory. Its job ends here, whatever a coordinator that was cut off from it has said."""
     try:
         claim()
         (run_dir / RESULT).unlink(missing_ok=True)
@@ -128,7 +133,7 @@ class _Wait:
         Raises:
             EtcdError: etcd can't be used.
             LaunchError: what was decided can't be gone on with, or no coordinator has come.
-            JobIsOver: the job has ended, or can't be taken over any more.
+            JobIsOver: the job has ended, and nobody waits to be told so.
         """
         self._gateway.check_version()
         while True:
@@ -172,20 +177,23 @@ class _Wait:
         except StoreError:
             return None
 
-    def _is_awaited(self, run: str) -> bool:
-        """Whether processes of this run may wait for another coordinator."""
+    def _is_awaited(self, run: str) -> bool | None:
+        """Whether processes of this run may wait for another coordinator; None: that can't be known yet."""
         known, present = lease_holders(self._gateway, run)
         if present or known >= frozenset(range(self._size.nodes)):
             return bool(present)
         # Nodes that can't reach etcd hold no leases.
         silent_s = age(self._run_dir / FILE_NAME)
-        return silent_s is not None and SILENT_S < silent_s < LEADERLESS_S
+        if silent_s is None or silent_s >= LEADERLESS_S:
+            return False
+        return True if silent_s > SILENT_S else None
 
     def _succeed(self, run: str | None) -> tuple[Leadership, Succession] | None:
         """Lead this run, and find out what was decided; None: another run is the last one.
 
         Raises:
             DeposedError: another has led meanwhile, and may have decided more.
+            JobIsOver, _NotKnownError.
         """
         with ExitStack() as stack:
             leadership = stack.enter_context(closing(Leadership(self._control)))
@@ -196,9 +204,26 @@ class _Wait:
             held = self._gateway.get(self._control.leader)
             if held is None or held.created != token:
                 raise DeposedError(f"another has led {self._control} meanwhile")
-            if before is not None:
-                stack.pop_all()
-            return None if before is None else (leadership, before)
+            if before is None:
+                return None
+            if before.end is not None:
+                self._check_waited_for(before.run, before.end)
+            stack.pop_all()
+            return leadership, before
+
+    def _check_waited_for(self, run: str, end: End) -> None:
+        """A coordinator may have been lost between its decision that the job ends and telling so.
+
+        Raises:
+            JobIsOver: nobody waits for that.
+            _NotKnownError.
+        """
+        # Who leads removes its file once all nodes know.
+        awaited = self._named() == run and self._is_awaited(run)
+        if awaited is None:
+            raise _NotKnownError
+        if not awaited:
+            raise JobIsOver(end.code, f"the job has ended with exit code {end.code}: {end.reason}")
 
 
 def _decided(gateway: Gateway, run: str | None, size: JobSize) -> Succession | None:
@@ -207,7 +232,6 @@ def _decided(gateway: Gateway, run: str | None, size: JobSize) -> Succession | N
     Raises:
         EtcdError: etcd doesn't tell it.
         LaunchError: that can't be gone on with.
-        JobIsOver: the job has ended, or can't be taken over any more.
     """
     try:
         decisions = decisions_from(gateway)
@@ -222,9 +246,4 @@ def _decided(gateway: Gateway, run: str | None, size: JobSize) -> Succession | N
         raise LaunchError(f"{decisions.problem}; the job can't be taken over")
     if decisions.began.size != size:
         raise LaunchError(f"the job has {decisions.began.size}; give the standby the same")
-    if before.end is not None:
-        raise JobIsOver(before.end.code, f"the job has ended with exit code {before.end.code}: {before.end.reason}")
-    if before.state.phase not in TAKEN_OVER_IN:
-        was = "it had begun to train" if before.state.phase is Phase.STARTING else "survivors had saved what they hold"
-        raise JobIsOver(exit_codes.RETRY, f"the coordinator was lost before {was}: there is nothing to take over")
     return before

@@ -133,6 +133,8 @@ class Coordinator:
     def take_over(self) -> None:
         """Take the place of the coordinator before, and publish again what that one has.
 
+        If that one has decided on the job's end, `run` tells of it: it may have been lost before others were told.
+
         Raises:
             UnrecordedError: that can't be kept, as another may have; nothing is published then.
             StoreError: the store is gone.
@@ -144,6 +146,8 @@ class Coordinator:
             raise
         except Exception as error:
             self._first = self._fail(error)
+        if self._before.end is not None:
+            self._first.append(self._before.end)
         for action in self._before.published:
             self._carry_out(action)
 

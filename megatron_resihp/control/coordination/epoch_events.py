@@ -44,7 +44,6 @@ def job_described(worker: int, job: JobDescription) -> Job:
         global_batch_size=job.global_batch_size,
         emulated=job.emulated,
         gemm=job.gemm,
-        transfer_bytes=job.transfer_bytes,
         false_alarms_per_job=job.false_alarms_per_job,
         distributed_optimizer=job.distributed_optimizer,
         strategy=job.strategy,

@@ -110,7 +110,7 @@ class Agent:
             while True:
                 if self._ending is not None:
                     # Other nodes need the store until they have heard of the end.
-                    others = self._nodes.connected if self._nodes is not None and self._ending.agreed else ()
+                    others = self._nodes.served if self._nodes is not None and self._ending.agreed else ()
                     if self._abandoned or not (self._processes.living() or others):
                         return self._ending
                 dead = self._processes.await_news(LOOK_S)

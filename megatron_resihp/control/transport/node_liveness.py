@@ -70,8 +70,9 @@ class NodeWatcher:
         self._selector.register(self._watcher, selectors.EVENT_READ)
 
     @property
-    def connected(self) -> set[int]:
-        return self._watcher.names
+    def served(self) -> set[int]:
+        """Nodes that are connected, or may still come back."""
+        return self._watcher.names | self._returning
 
     def fileno(self) -> int:
         return self._selector.fileno()

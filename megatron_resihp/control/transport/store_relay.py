@@ -44,6 +44,9 @@ from megatron_resihp.protocol.together import Together
 
 READ_BYTES: Final = 1 << 18
 LOOK_S: Final = 1.0
+ELSEWHERE_S: Final = 20.0
+"""How often it is looked whether the run directory names another coordinator, though this one answers: it may have been
+cut off from all but its nodes. Much less than the time in which the other one waits for them."""
 MOST_CONNECTIONS: Final = 32
 """That a worker may have at once; it needs four, and some more while it finds another coordinator."""
 LED_ATTEMPT_S: Final = 5.0
@@ -128,6 +131,7 @@ class StoreRelay:
         self._answer_s = patience_s(way)
         self._line: Line | None = None
         self._attempt: _Attempt | None = None
+        self._look_elsewhere_at = time.monotonic() + ELSEWHERE_S
         self._hatches: dict[int, socket.socket] = {}
         self._locals: set[_Local] = set()
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -232,6 +236,8 @@ class StoreRelay:
                 self._lose(line)
             else:
                 self._watch(line)
+        if self._way.is_led_on and self._line is not None and now > self._look_elsewhere_at:
+            self._find(LED_ATTEMPT_S)
         for local in [each for each in self._locals if each.reach_by is not None and each.reach_by <= now]:
             local.reach_by = None
             if self._line is not None:
@@ -332,9 +338,14 @@ class StoreRelay:
         """Find out whether the store can be reached, and where it is by now."""
         if self._line is not None and not self._way.is_led_on:
             self._ask_whether_it_is_there(self._line, local, now)
-        elif self._attempt is None:
+        else:
+            self._find(min(within_s, LED_ATTEMPT_S if self._way.is_led_on else ATTEMPT_S))
+
+    def _find(self, within_s: float) -> None:
+        """Open a line where the store is by now, unless there is one."""
+        self._look_elsewhere_at = time.monotonic() + ELSEWHERE_S
+        if self._attempt is None:
             there = None if self._line is None else self._line.address
-            within_s = min(within_s, LED_ATTEMPT_S if self._way.is_led_on else ATTEMPT_S)
             self._attempt = _Attempt(
                 self._way, there, within_s, lambda: self._order(self._take_attempt), self._together
             )

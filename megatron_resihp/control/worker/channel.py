@@ -93,10 +93,11 @@ class Channel:
         for text in (*self._pages, *self._kept):
             store.push(keys.INBOX, text)
 
-    def count(self, name: str) -> int:
-        """Add one to a counter that all workers share and return its new value."""
+    def put(self, key: str, value: str) -> None:
+        """Let others look this up in the store, and in that of each later coordinator."""
+        self.stand({key: value})
         with self._connection() as store:
-            return store.add(name, 1)
+            store.set(key, value)
 
     def published(self, key: str, wait_s: float = 0.0) -> str | None:
         """What is published under a key; None: nothing, after a wait of so many seconds."""

@@ -53,11 +53,14 @@ class MegatronLog:
     def send_page(self, place: Place) -> None:
         """Send what has been noted, though it be nothing: the coordinator has to know that all of it has come.
 
+        Nothing is sent in a broken epoch: Megatron may have logged what an aborted collective has left. A page that is
+        missing is logged again.
+
         Raises:
             JobEnded: the coordinator is gone.
         """
         notes = self._notes
-        if notes is None:
+        if notes is None or self._control.heard.broken():
             return
         page = LogPage(
             self._control.worker, place.call, place.iteration, time.time(), tuple(notes.scalars), tuple(notes.texts),

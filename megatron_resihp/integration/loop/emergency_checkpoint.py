@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 from megatron.training.checkpointing import generate_state_dict, get_checkpoint_name, get_checkpoint_tracker_filename
 
+from megatron_resihp.control import keys
 from megatron_resihp.control.node.environment import RUN_DIR
 from megatron_resihp.control.worker.saved_state import DIRECTORY
 from megatron_resihp.events.training import EmergencyCheckpoint
@@ -39,15 +40,23 @@ def write_emergency_checkpoint(runtime: Runtime, order: EmergencyCheckpointOrder
         return
     directory = Path(os.environ[RUN_DIR]) / DIRECTORY
     path, problem = write_state(runtime, order, directory)
-    last = by_stage(runtime, order) and runtime.control.channel.count("saved") == len(order.writers)
-    if last and not order.missing:
-        # Only when all shards are there may a later start find them.
-        name_latest(directory, order.commit.iteration)
+    runtime.control.channel.put(f"{keys.SAVED}{runtime.worker}", "yes")
     runtime.control.event(EmergencyCheckpoint(
         iteration=order.commit.iteration, path=str(path), complete=not order.missing and not problem,
         missing=runtime.job.own.coordinates_in(order.missing),
     ))  # fmt: skip
     runtime.control.tell(EmergencyCheckpointWritten(runtime.worker))
+
+
+def name_if_whole(runtime: Runtime, order: EmergencyCheckpointOrder) -> None:
+    """Let later starts find the checkpoint, once all shards are there; to be called when no more is waited for.
+
+    Each writer does it: any of them may die, and the coordinator may be replaced, while they write.
+    """
+    if order.commit is None or order.missing or not order.part_of(runtime.worker) or not by_stage(runtime, order):
+        return
+    if all(runtime.control.channel.published(f"{keys.SAVED}{worker}") for worker in order.writers):
+        name_latest(Path(os.environ[RUN_DIR]) / DIRECTORY, order.commit.iteration)
 
 
 def write_state(runtime: Runtime, order: EmergencyCheckpointOrder, directory: Path) -> tuple[Path, str]:

@@ -16,12 +16,12 @@ import torch
 from megatron.core.rerun_state_machine import RerunMode
 
 from megatron_resihp.control.transport.store import StoreError
-from megatron_resihp.control.worker.errors import EpochBroken, JobEnded
+from megatron_resihp.control.worker.errors import CoordinatorLost, EpochBroken, JobEnded
 from megatron_resihp.executor.groups.errors import is_communicator_error, is_out_of_memory
 from megatron_resihp.executor.host_memory import host_memory_of
 from megatron_resihp.integration.logs.profiling import end_profiling
 from megatron_resihp.integration.loop.device_loss import abort_or_die, die_of_fault
-from megatron_resihp.integration.loop.emergency_checkpoint import write_emergency_checkpoint
+from megatron_resihp.integration.loop.emergency_checkpoint import name_if_whole, write_emergency_checkpoint
 from megatron_resihp.integration.loop.joining import stand_at
 from megatron_resihp.integration.loop.making_room import make_room
 from megatron_resihp.integration.loop.notes import Phases
@@ -200,7 +200,10 @@ def _enter_next_epoch(runtime: Runtime, phases: Phases, by_choice: bool) -> None
         _forget_dropped_saves(runtime, order)
         if isinstance(order, EmergencyCheckpointOrder):
             write_emergency_checkpoint(runtime, order)
-            raise runtime.control.heard.await_end()
+            end = runtime.control.heard.await_end()
+            if not isinstance(end, CoordinatorLost):  # else survivors agree among themselves
+                name_if_whole(runtime, order)
+            raise end
     _enter(runtime, phases, order, redone)
 
 

@@ -42,7 +42,7 @@ from megatron_resihp.detector.input.wire import pack
 from megatron_resihp.events.workers import WorkerStarted
 from megatron_resihp.executor.groups.communicators import Communicators
 from megatron_resihp.executor.groups.control_store import ControlStore
-from megatron_resihp.integration.job import Job, job_of, type_between_layers
+from megatron_resihp.integration.job import Job, job_of
 from megatron_resihp.integration.loop import nccl_watch
 from megatron_resihp.integration.loop.device_loss import abort_or_die
 from megatron_resihp.integration.loop.joining import build_lonely_world, is_joining, lonely_groups
@@ -202,7 +202,6 @@ def describe_job(job: Job) -> JobDescription:
             args.ffn_hidden_size // args.tensor_model_parallel_size,
             args.hidden_size,
         ),
-        transfer_bytes=args.micro_batch_size * args.seq_length * args.hidden_size * type_between_layers(args).itemsize,
         false_alarms_per_job=config.resihp_false_alarms_per_job,
         distributed_optimizer=job.shares_optimizer,
         strategy=config.resihp_strategy,

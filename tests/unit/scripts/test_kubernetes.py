@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -97,7 +98,7 @@ class Pods:
         self._environment = {
             "PATH": f"{self._bin}:{os.environ['PATH']}", "NODES": "2", "RUN_DIR": str(self.run_dir),
             "COORDINATOR": f"127.0.0.1:{self.node0.getsockname()[1]}", "CHECKPOINTS": "/saved", "RESIHP_LAUNCH": "--x",
-            "END_LOOKS": "1",
+            "END_LOOKS": "1", "BEAT_S": "0.1", "BEATS_S": "1",
         }  # fmt: skip
 
     def run(self, rank: int, launch: str) -> subprocess.Popen[str]:
@@ -137,6 +138,31 @@ def test_all_pods_launch_with_the_flags_that_node_0_has_found(pods: Pods) -> Non
     assert look == f"checkpoint {pods.run_dir} --newer-than /saved --flags"
     assert [line.replace("--node-rank 1", "--node-rank 0") for line in launches] == 2 * launches[:1]
     assert launches[0].endswith("--x train.py --resihp --save /saved --load /saved --load /a state")
+
+
+def test_a_new_node_0_looks_for_a_state_once_survivors_have_saved_it(pods: Pods) -> None:
+    saves = f"until [[ -f {pods.run_dir}/saved ]]; do sleep 0.05; done; echo saved >>${{0%/*}}/called; exit 75"
+    launch = f"[[ $7 != 0 ]] || exit 0; {saves}"
+    assert pods.code(0, launch) == 0
+    survivor = pods.run(1, launch)
+    beat, deadline = pods.run_dir / "nodes" / "1", time.monotonic() + WAIT_S
+    while not beat.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    replacement = pods.run(0, launch)
+    with pytest.raises(subprocess.TimeoutExpired):
+        replacement.communicate(timeout=3.0)
+    (pods.run_dir / "saved").touch()
+    assert survivor.wait(WAIT_S) == 75 and replacement.wait(WAIT_S) == 0
+    first_look, *_, saved, look, _ = pods.called()
+    assert (saved, look) == ("saved", first_look)
+    assert not beat.exists()
+
+
+def test_a_new_node_0_does_not_wait_for_nodes_that_were_killed(pods: Pods) -> None:
+    (pods.run_dir / "nodes").mkdir(parents=True)
+    (pods.run_dir / "nodes" / "1").write_text("300\n")
+    assert pods.code(0, "exit 0") == 0
 
 
 @pytest.mark.parametrize(

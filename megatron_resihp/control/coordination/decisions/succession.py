@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Final
 
-from megatron_resihp.control.coordination.actions import End, Log, Notify, Phase
+from megatron_resihp.control.coordination.actions import End, Log, Notify
 from megatron_resihp.control.coordination.decisions.reading import Decisions
 from megatron_resihp.control.coordination.decisions.replay import Replay
 from megatron_resihp.control.coordination.state_machine.state import State
@@ -25,9 +25,6 @@ from megatron_resihp.protocol.published import EmergencyCheckpointOrder, EpochPl
 
 Published = Notify | EpochPlan | EmergencyCheckpointOrder | Go | LogsWanted
 """What is carried out again: it leads to the same keys in a store, and the same logs, as it did before."""
-TAKEN_OVER_IN: Final = frozenset({Phase.RUNNING, Phase.REPORTING, Phase.BUILDING})
-"""Before, workers can't be told from those of a job that never began. After, they save and end, which they can do
-alone."""
 LOGGED_S: Final = 5.0
 """Long after a decision its events have been logged."""
 _FACTS: Final = (Job, Model, WorkerWaiting, WorkerDead, WorkersLeft, NodeLeft)
@@ -72,9 +69,11 @@ class Succession:
 
     @property
     def awaited(self) -> frozenset[int]:
-        """Nodes whose agents are to come back, as the job needs or may take in their workers."""
+        """Nodes whose agents are to come back: the job needs their workers, may take them in, or is to tell them that
+        it has ended."""
         state = self.state
-        return frozenset(state.joining.node_of(worker) for worker in state.living | state.joining.waiting)
+        ended = state.done - state.departures.left
+        return frozenset(state.joining.node_of(worker) for worker in state.living | ended | state.joining.waiting)
 
 
 def succession(decisions: Decisions) -> Succession:

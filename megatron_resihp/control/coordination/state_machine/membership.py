@@ -25,7 +25,8 @@ from megatron_resihp.protocol.messages import SlowdownRequest, WordOfAgent, Word
 from megatron_resihp.protocol.notices import ValidationOrder
 
 RETURN_S: Final = 60.0
-"""How much longer survivors may take to report to a coordinator that has taken over: they have to find it first."""
+"""How much longer survivors may take to report to a coordinator that has taken over, or to save: they have to find it
+first."""
 Input = WordOfWorker | WordOfAgent | WordOfCommand | SlowdownRequest | ValidationOrder
 """What is decided about: messages, and the detector's order to measure, which all workers are to hear of."""
 
@@ -132,14 +133,20 @@ class Membership:
         """Go on in the place of a coordinator that was lost, whose every decision this state machine knows.
 
         What others had told it without an answer they tell again. So an epoch that is trained in goes on. One that was
-        being built can't be: where its groups were to meet is gone.
+        being built can't be: where its groups were to meet is gone. Before the first one the job ends, as after a
+        death. If it has ended, nothing is left to decide.
 
         Args:
             by: who does, in words.
         """
         state = self.state
+        if state.phase is Phase.ENDED:
+            return []
         told: list[Action] = [Log(CoordinatorReplaced(by=by))]
         match state.phase:
+            case Phase.STARTING:
+                before = "before the first iteration" if state.job.shape else "while workers set up"
+                return told + self._ends.end(exit_codes.RETRY, f"the coordinator was lost {before}")
             case Phase.BUILDING:
                 told += self._epochs.break_epoch("the coordinator was lost while this epoch was built", now)
             case Phase.REPORTING:
@@ -148,7 +155,9 @@ class Membership:
                 by_choice = state.changes.under_way is not None
                 state.left_s = state.limits.leave_s if by_choice else state.limits.report_s
                 told += self._epochs.decide(now)
-        if state.phase is Phase.REPORTING and state.left_s is not None:
+            case Phase.SAVING:
+                state.left_s = state.limits.save_s
+        if state.phase in (Phase.REPORTING, Phase.SAVING) and state.left_s is not None:
             state.left_s += RETURN_S
         return told
 

@@ -13,16 +13,12 @@ from replayed import entries_in
 from test_coordinator import STARTED, Played, keep, order_in, ready, report, saved
 
 from megatron_resihp.control import exit_codes, keys
+from megatron_resihp.control.coordination.actions import Phase
 from megatron_resihp.control.coordination.coordinator import Coordinator
 from megatron_resihp.control.coordination.decisions.entries import Began, Entry, Step, TakenOver, line_of
 from megatron_resihp.control.coordination.decisions.reading import Decisions
 from megatron_resihp.control.coordination.decisions.recorded import Recorded, UnrecordedError
-from megatron_resihp.control.coordination.decisions.succession import (
-    TAKEN_OVER_IN,
-    Succession,
-    succession,
-    unlogged,
-)
+from megatron_resihp.control.coordination.decisions.succession import Succession, succession, unlogged
 from megatron_resihp.control.coordination.state_machine.state import State
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.events.event import Event
@@ -37,6 +33,7 @@ from megatron_resihp.protocol.messages import (
     SurvivorReport,
 )
 from megatron_resihp.protocol.notices import NOTICES, EpochIsBroken
+from megatron_resihp.protocol.published import END
 from megatron_resihp.protocol.records import IterationPhase, Record
 from megatron_resihp.protocol.wire import Letter
 
@@ -117,7 +114,7 @@ def test_a_letter_that_was_decided_about_counts_once_and_another_is_made_up_for(
     for number in lost_at():
         entries, _ = run_until(number)
         before = folded(entries)
-        if before.state.phase not in TAKEN_OVER_IN:
+        if before.state.phase in (Phase.STARTING, Phase.ENDED):
             continue
         building, epoch = before.state.phase.value == "building", before.state.epoch
         store = Played(*LETTERS)
@@ -133,6 +130,33 @@ def test_a_letter_that_was_decided_about_counts_once_and_another_is_made_up_for(
         assert folded([*entries, *later]).end is not None, "the whole log can be folded again"
         if not building:
             assert len(others) == len(whole) - number, f"lost after {number} entries"
+
+
+def test_an_end_that_was_decided_on_and_not_told_is_told() -> None:
+    """Else agents would wait for a coordinator, and end with another code."""
+    entries, _ = run_until(None)
+    before, store, later = folded(entries), Played(), list[Entry]()
+    assert before.state.phase is Phase.ENDED
+    successor = coordinator(store, keep(later), before)
+    successor.take_over()
+    assert keys.END not in store.values, "first it is known that no other can decide"
+    assert successor.run() == 0
+    assert END.read(store.values[keys.END]).body.reason == "finished"
+    [taken_over] = later
+    assert isinstance(taken_over, Step) and isinstance(taken_over.fed, TakenOver)
+    assert folded([*entries, *later]).end == before.end
+    assert before.awaited == {0, 1}, "nodes whose workers have finished wait for it, too"
+
+
+def test_a_job_that_has_not_begun_to_train_ends() -> None:
+    entries, _ = run_until(4)
+    before, store, told = folded(entries), Played(), list[Event]()
+    assert before.state.phase is Phase.STARTING
+    successor = coordinator(store, keep([]), before, told)
+    successor.take_over()
+    assert successor.run() == exit_codes.RETRY
+    assert END.read(store.values[keys.END]).body.code == exit_codes.RETRY
+    assert [event.name for event in told] == ["coordinator_replaced", "run_finished"]
 
 
 def _after_a_break(state: State, epoch: int) -> Iterator[Message | Letter[Message]]:

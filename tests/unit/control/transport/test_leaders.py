@@ -18,7 +18,7 @@ from megatron_resihp.control import keys
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.node import link
 from megatron_resihp.control.node.mailbox import Ending
-from megatron_resihp.control.transport import lasting
+from megatron_resihp.control.transport import lasting, store_relay
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.lasting import LastingStore
 from megatron_resihp.control.transport.leaders import FILE_NAME, Leaders
@@ -151,12 +151,42 @@ class TestStore:
             store.check("a")
 
 
+@pytest.mark.parametrize("leading", [True], indirect=True, ids=["relayed"])
+class TestNodeThatReachesBoth:
+    """A coordinator may be cut off from etcd and from the run directory, and not from its nodes."""
+
+    def test_leaves_the_one_that_leads_no_more(self, leading: Leading, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(store_relay, "ELSEWHERE_S", 0.1)
+        leading.lead(1)
+        store = leading.store()
+        store.set("a", "first")
+        leading.lead(2).connect().set("a", "second")
+        eventually(lambda: store.get("a", WAIT_S) == "second")
+        assert (store.term, store.address) == (2, leading.served[1].address)
+
+    def test_stays_where_another_is_named_that_does_not_answer(
+        self, leading: Leading, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(store_relay, "ELSEWHERE_S", 0.1)
+        leading.lead(1)
+        store = leading.store()
+        store.set("a", "first")
+        second, looks = leading.lead(2), Leaders.address
+        second.close()
+        seen = list[Address | None]()
+        monkeypatch.setattr(Leaders, "address", lambda self: seen.append(looks(self)) or seen[-1])
+        eventually(lambda: len(seen) > 3 and seen[-1] == second.address)
+        assert store.get("a", WAIT_S) == "first" and store.term == 1
+
+
 class TestWorker:
     def test_tells_the_next_coordinator_what_may_be_lost(self, leading: Leading) -> None:
         """Also while it waits for news only."""
         first = leading.lead(1)
         control = WorkerControl(leading.store(5), 5, lambda: None, NO_EPOCH, Address(HOST, 1))
         control.channel.stand({keys.IDENTITY: "digest"})
+        control.channel.put(f"{keys.SAVED}5", "yes")
+        assert first.connect().get(f"{keys.SAVED}5", WAIT_S) == "yes"
         control.tell(JoinRequest(5, JOB))
         control.tell(EventsReported(5, ()))
         first.close()
@@ -164,6 +194,7 @@ class TestWorker:
         assert eventually(lambda: told(second)) == [JoinRequest(5, JOB)]
         store = second.connect()
         assert (store.get(f"{keys.KNOCK_AT}5", WAIT_S), store.get(keys.IDENTITY, WAIT_S)) == (f"{HOST}:1", "digest")
+        assert store.get(f"{keys.SAVED}5", WAIT_S) == "yes"
 
     def test_does_not_tell_again_what_was_decided_about(self, leading: Leading) -> None:
         first = leading.lead(1)

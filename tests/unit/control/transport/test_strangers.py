@@ -274,9 +274,9 @@ def test_all_nodes_of_a_large_job_may_come_at_once() -> None:
         watcher.look(1.0)
     for sock, answer in zip(crowd, answers, strict=True):
         sock.sendall(answer.to(sock.recv(HELLO_BYTES)))
-    while watcher.connected != set(range(1, nodes)) and time.monotonic() < deadline:
+    while watcher.served != set(range(1, nodes)) and time.monotonic() < deadline:
         assert watcher.look(1.0) == []
-    assert len(watcher.connected) == nodes - 1
+    assert len(watcher.served) == nodes - 1
     watcher.close()
     for sock in crowd:
         sock.close()
@@ -356,7 +356,7 @@ def test_no_stranger_counts_as_a_node_and_no_node_can_be_taken_for_another() -> 
     came: list[object] = []
     for number, own in ((1, STALE), (1, secret), (1, secret), (9, secret), (0, secret)):
         node(number, own)
-    look_until(lambda: watcher.connected == {1})
+    look_until(lambda: watcher.served == {1})
     assert isinstance(came[0], RefusedSecretError)
     (first, session), *later = [each for each in came[1:] if isinstance(each, tuple)]
     for sock, _ in later:

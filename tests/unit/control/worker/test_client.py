@@ -131,7 +131,7 @@ class Gone(Published):
     def push(self, queue: str, item: str) -> None:
         raise StoreError("the connection to the store is lost")
 
-    def add(self, key: str, amount: int) -> int:
+    def set(self, key: str, value: str) -> None:
         raise StoreError("the connection to the store is lost")
 
 
@@ -141,9 +141,9 @@ class Gone(Published):
         lambda control: control.tell(TrainingFinished(1, 3)),
         lambda control: control.suspect(RuntimeError("gloo: Connection closed by peer"), HEARD_S),
         lambda control: control.report(Record(3, IterationPhase.COMPUTE), ()),
-        lambda control: control.channel.count("saved"),
+        lambda control: control.channel.put("saved/0", "yes"),
     ],
-    ids=["a message", "a suspicion", "a report", "a count"],
+    ids=["a message", "a suspicion", "a report", "a value"],
 )
 def test_who_notices_first_that_the_coordinator_is_gone_has_lost_it(ask: Callable[[WorkerControl], Any]) -> None:
     """Whatever it wanted; and no collective of another thread goes on."""

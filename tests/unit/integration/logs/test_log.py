@@ -35,6 +35,8 @@ class Control:
 
     def __init__(self) -> None:
         self.told: list[LogPage] = []
+        self.is_broken = False
+        self.heard = SimpleNamespace(broken=lambda: self.is_broken)
 
     def tell(self, page: LogPage) -> None:
         self.told.append(page)
@@ -76,6 +78,22 @@ def test_the_last_rank_s_page_has_all_that_was_logged() -> None:
     writer.add_scalar("lm loss", 2.0, 5)
     log.send_page(Place(0, 5))
     assert control.told[1].scalars == (Scalar("lm loss", 2.0, 5),) and not control.told[1].texts
+
+
+def test_a_page_of_a_broken_epoch_is_not_sent() -> None:
+    """An aborted collective leaves garbage, which Megatron may have logged."""
+    control = Control()
+    log = log_of(control)
+    log.begin_epoch(LAST)  # type: ignore[arg-type]
+    global_vars.get_tensorboard_writer().add_scalar("lm loss", 1e30, 4)
+    control.is_broken = True
+    log.send_page(Place(0, 4))
+    assert not control.told
+    control.is_broken = False
+    log.begin_epoch(LAST)  # type: ignore[arg-type]
+    global_vars.get_tensorboard_writer().add_scalar("lm loss", 2.5, 4)
+    log.send_page(Place(0, 4))
+    assert [page.scalars for page in control.told] == [(Scalar("lm loss", 2.5, 4),)]
 
 
 @pytest.mark.parametrize("view", [OTHER, STANDBY], ids=["another rank", "a standby"])

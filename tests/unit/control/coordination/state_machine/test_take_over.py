@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from test_membership import UNLIKE, Job, events, notices, only
 
-from megatron_resihp.control.coordination.actions import Action, AskDown, Phase
+from megatron_resihp.control import exit_codes
+from megatron_resihp.control.coordination.actions import Action, AskDown, End, Notify, Phase
 from megatron_resihp.control.coordination.state_machine.membership import RETURN_S
-from megatron_resihp.protocol.messages import NodeLost
+from megatron_resihp.protocol.messages import EmergencyCheckpointWritten, NodeLost, ScriptFailed
 from megatron_resihp.protocol.notices import EpochIsBroken, WorkersGivenUp
 from megatron_resihp.protocol.published import EpochPlan, Go
 
@@ -74,3 +75,60 @@ def test_what_was_asked_about_lost_nodes_is_asked_again() -> None:
     asked = only(AskDown, job.report(0, 1))
     assert only(AskDown, take_over(job)) == asked
     assert job.state.left_s == job.state.limits.word_s + RETURN_S
+
+
+def test_a_job_that_has_not_begun_to_train_ends_as_after_a_death() -> None:
+    """Groups that workers make in their start-up meet in the store that is lost."""
+    job = Job()
+    job.describe(0)
+    job.ready(0)
+    [ended, _, end] = take_over(job)
+    assert isinstance(ended, Notify) and isinstance(end, End) and job.state.phase is Phase.ENDED
+    assert (end.code, end.reason) == (exit_codes.RETRY, "the coordinator was lost before the first iteration")
+    assert not end.at_once, "workers hear of it"
+
+
+def test_workers_that_have_told_nothing_are_ended_by_a_signal() -> None:
+    job = Job()
+    end = take_over(job)[-1]
+    assert isinstance(end, End) and end.at_once and end.reason == "the coordinator was lost while workers set up"
+
+
+def test_survivors_have_longer_to_save() -> None:
+    job = saving()
+    job.wait(job.state.limits.save_s - 1.0)
+    assert take_over(job) == []
+    assert not job.wait(job.state.limits.save_s + RETURN_S - 1.0)
+    assert job.state.phase is Phase.SAVING
+    assert only(End, job.wait(1.0)).code == exit_codes.NO_PLAN
+
+
+def test_the_job_ends_once_survivors_have_saved() -> None:
+    job = saving()
+    job.tell(EmergencyCheckpointWritten(0))
+    take_over(job)
+    assert only(End, job.tell(EmergencyCheckpointWritten(1))).code == exit_codes.NO_PLAN
+
+
+def test_survivors_that_are_lost_with_the_coordinator_are_not_waited_for() -> None:
+    job = saving()
+    job.tell(EmergencyCheckpointWritten(0))
+    take_over(job)
+    assert only(End, job.kill(1)).code == exit_codes.NO_PLAN
+
+
+def test_nothing_is_left_to_decide_once_the_job_has_ended() -> None:
+    job = Job().start()
+    job.tell(ScriptFailed(0, "a bug", 1))
+    assert job.state.phase is Phase.ENDED
+    assert job.membership.take_over("process 7 on login", job.now) == []
+
+
+def saving() -> Job:
+    """A job whose workers 0 and 1 are to save what they hold."""
+    job = Job(tensor=2).start()
+    job.kill(2)
+    job.kill(3)
+    job.report(0, 1)
+    assert job.state.phase is Phase.SAVING and job.state.ending.saving == {0, 1}
+    return job
