@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 from random import Random
 
+from chaos_casts import LAYERS, Cast
 from test_plans import explicit
 
 from megatron_resihp.plan import Chunk, Migration, ParallelPlan, PlanError, PlannedOp, Replica, Schedule
 from megatron_resihp.plan.schedule import EXPLICIT, ZERO_BUBBLE
 
-LAYERS = 6
-"""Embedding and head included."""
 DEGREES = (1, 1, 2, 2, 4)
 """Of tensor parallelism, to choose from."""
 
@@ -38,10 +37,36 @@ def random_plan(random: Random, living: Sequence[int], micro_batches: int) -> Pa
             continue  # the workers were too few, or the order of ops doesn't go with the sizes
 
 
-def _shares(random: Random, micro_batches: int, count: int) -> list[tuple[int, ...]]:
-    """The global batch in so many uneven parts."""
+def random_sharing_plan(random: Random, living: Sequence[int], cast: Cast) -> ParallelPlan:
+    """A plan for a job whose workers share experts or sequences: a uniform one, as only these can be run, but now and
+    then another one, to be refused."""
+    while True:
+        sharing = cast.sharing
+        context, experts = (random.choice(_divisors(degree)) for degree in sharing[:2])
+        most = len(living) // (cast.replica_size * max(context, experts))
+        if not most or random.random() < 0.1:
+            return random_plan(random, living, cast.micro_batches)
+        if max(context, experts) % min(context, experts):
+            continue
+        workers = random.sample(living, len(living))
+        count = random.randint(1, most) * max(context, experts)
+        shares = _shares(random, cast.micro_batches, count // context, cast.dealt)
+        replicas = [
+            Replica(tuple(tuple(workers.pop() for _ in range(cast.tensor)) for _ in range(cast.pipeline)), share)
+            for share in shares
+            for _ in range(context)
+        ]
+        return ParallelPlan(tuple(replicas), dict.fromkeys(workers), (), False, context, experts, sharing.members)
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def _shares(random: Random, micro_batches: int, count: int, dealt: int = 1) -> list[tuple[int, ...]]:
+    """The global batch in so many uneven parts. `dealt`: each of a multiple of so many."""
     shuffled = random.sample(range(micro_batches), micro_batches)
-    cuts = [0, *sorted(random.sample(range(1, micro_batches), count - 1)), micro_batches]
+    cuts = [0, *sorted(random.sample(range(dealt, micro_batches, dealt), count - 1)), micro_batches]
     return [tuple(sorted(shuffled[first:end])) for first, end in pairwise(cuts)]
 
 

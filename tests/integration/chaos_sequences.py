@@ -3,69 +3,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
 
-from chaos_plans import LAYERS, random_plan
-from jobs import EXPERTS
-from test_plans import LLAMA, UNIFORM_LAYOUT
+from chaos_casts import CASTS, ITERATIONS, MIGRATING, SHARING_CASTS, Cast
+from chaos_plans import random_plan, random_sharing_plan
 
 from megatron_resihp.config import INJECTION_POINTS
 from megatron_resihp.plan import ParallelPlan
 
-ITERATIONS = 14
-MIGRATING = "recovery-migrate"
+FIRST_SHARING = 1000
+"""From this seed on, workers of jobs share experts, sequences or both."""
 RECOVERY_POINTS = tuple(point for point in INJECTION_POINTS if point.startswith("recovery-") and point != MIGRATING)
 """Which every worker reaches in every recovery; the remaining one is reached by those whose state moves."""
 SPEEDS = (0.2, 0.5, 0.8)
 LONG_PAUSE_S = 9.0
 """Far longer than a heartbeat may be late: who wakes up then has been given up for dead."""
 HEARTBEAT_S = 6.0
-
-
-@dataclass(frozen=True)
-class Cast:
-    """A job to which things happen.
-
-    Attributes:
-        workers: at the start.
-        model: arguments that differ from those of `tiny`.
-        most_deaths: after which nobody is killed any more, where nobody comes back.
-    """
-
-    workers: int
-    micro_batches: int
-    model: Mapping[str, Any]
-    most_deaths: int
-
-    @property
-    def replica_size(self) -> int:
-        """Workers of a replica of the job's own layout."""
-        tensor, pipeline = (self.model.get(f"{name}_model_parallel_size", 1) for name in ("tensor", "pipeline"))
-        return int(tensor * pipeline)
-
-    @property
-    def points(self) -> tuple[str, ...]:
-        """Where fault injections can strike."""
-        missing = {"save"} if "eval_interval" in self.model else {"save", "evaluate"}
-        return tuple(point for point in INJECTION_POINTS if point not in missing and point != MIGRATING)
-
-    def arguments(self) -> dict[str, Any]:
-        sizes = {"num_layers": LAYERS - 2, "global_batch_size": self.micro_batches, "train_iters": ITERATIONS}
-        return {**self.model, **sizes}
-
-
-PIPELINE: dict[str, Any] = {"pipeline_model_parallel_size": 2}
-EVALUATING: dict[str, Any] = {"eval_interval": 5, "eval_iters": 1}
-
-DENSE = Cast(8, 8, UNIFORM_LAYOUT, most_deaths=3)
-MIXTURE = Cast(8, 8, UNIFORM_LAYOUT | EXPERTS | {"sequence_parallel": True}, most_deaths=3)
-LLAMAS = Cast(12, 12, UNIFORM_LAYOUT | LLAMA | {"sequence_parallel": True}, most_deaths=5)
-"""Its two query groups may have four tensor-parallel ranks."""
-REPLICAS = Cast(10, 10, PIPELINE | EVALUATING, most_deaths=4)
-CASTS = (DENSE, LLAMAS, REPLICAS, DENSE, MIXTURE, DENSE, REPLICAS, LLAMAS)
 
 
 @dataclass(frozen=True)
@@ -110,7 +64,8 @@ class Sequence:
 
 def random_sequence(seed: int) -> Sequence:
     """Half of the seeds have the distributed optimizer, half have workers that come back."""
-    cast = CASTS[seed // 4 % len(CASTS)]
+    casts = CASTS if seed < FIRST_SHARING else SHARING_CASTS
+    cast = casts[seed // 4 % len(casts)]
     return _Author(Random(seed), Random(~seed), cast, seed % 4 >= 2, 2 * (seed % 2)).write()
 
 
@@ -159,7 +114,10 @@ class _Author:
         self.gone = []
 
     def _ask_for_a_plan(self, iteration: int) -> None:
-        plan = random_plan(self.random, self.living, self.cast.micro_batches)
+        if self.cast.shares:
+            plan = random_sharing_plan(self.random, self.living, self.cast)
+        else:
+            plan = random_plan(self.random, self.living, self.cast.micro_batches)
         self.plans.append((iteration, plan))
 
     def _injection(self, iteration: int) -> None:

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from chaos_sequences import LONG_PAUSE_S, MIGRATING, RECOVERY_POINTS, Sequence, random_sequence
+import pytest
+from chaos_casts import MIGRATING
+from chaos_sequences import FIRST_SHARING, LONG_PAUSE_S, RECOVERY_POINTS, Sequence, random_sequence
 
 from megatron_resihp.config import Injection, Slowdown
 
@@ -49,11 +51,48 @@ WANTED = {
     "kill from outside, after plan_change", "pause from outside, after iteration",
     "who was given up goes on", "the dead come back",
 }  # fmt: skip
+ALONE = {"10 workers", "12 workers", "a plan with migrations"}
+"""Of jobs whose workers share nothing."""
 
 
-def test_each_kind_of_event_is_in_many_sequences() -> None:
-    found = Counter(kind for seed in range(SEEDS) for kind in set(kinds(random_sequence(seed))))
-    assert {kind: found[kind] for kind in WANTED if found[kind] < OFTEN} == {}
+SHARING: dict[str, Callable[[Sequence], bool]] = {
+    "experts": lambda sequence: sequence.cast.sharing.experts > 1,
+    "experts by four workers": lambda sequence: sequence.cast.model.get("expert_model_parallel_size") == 4,
+    "experts that live once": lambda sequence: sequence.cast.sharing.experts == 4,
+    "experts that live twice": lambda sequence: sequence.cast.sharing.experts == 2,
+    "cut experts": lambda sequence: sequence.cast.model.get("expert_tensor_parallel_size") == 2,
+    "experts of the members of a stage": lambda sequence: sequence.cast.sharing.members == 1,
+    "sequences": lambda sequence: sequence.cast.sharing.context > 1,
+    "both": lambda sequence: min(sequence.cast.sharing[:2]) > 1,
+    "both, in a pipeline": lambda sequence: min(*sequence.cast.sharing[:2], sequence.cast.pipeline) > 1,
+    "in 16 bits": lambda sequence: bool(sequence.cast.model.get("bf16")),
+    "of a smaller degree": lambda sequence: any(
+        (plan.context_parallel, plan.expert_parallel) != sequence.cast.sharing[:2] and plan.not_uniform is None
+        for _, plan in sequence.plans
+    ),
+    "uneven": lambda sequence: any(
+        plan.not_uniform is None and len({len(replica.micro_batches) for replica in plan.replicas}) > 1
+        for _, plan in sequence.plans
+    ),
+    "refused": lambda sequence: any(plan.not_uniform for _, plan in sequence.plans),
+}
+"""What workers share, and the plans that are asked for."""
+
+
+@pytest.mark.parametrize("first", [0, FIRST_SHARING], ids=["alone", "sharing"])
+def test_each_kind_of_event_is_in_many_sequences(first: int) -> None:
+    found = Counter(kind for seed in range(first, first + SEEDS) for kind in set(kinds(random_sequence(seed))))
+    wanted = WANTED if first == 0 else WANTED - ALONE
+    assert {kind: found[kind] for kind in wanted if found[kind] < OFTEN} == {}
+
+
+def test_each_way_to_share_is_in_many_sequences() -> None:
+    sequences = [random_sequence(seed) for seed in range(FIRST_SHARING, FIRST_SHARING + SEEDS)]
+    found = {name: sum(map(test, sequences)) for name, test in SHARING.items()}
+    assert {name: count for name, count in found.items() if count < OFTEN} == {}
+    for name, test in SHARING.items():
+        shared_out = {sequence.distributed_optimizer for sequence in sequences if test(sequence)}
+        assert shared_out == {False, True}, name
 
 
 def test_a_seed_is_a_sequence() -> None:

@@ -219,7 +219,7 @@ def test_a_node_that_was_not_there_at_the_start_joins(jobs: Jobs, tmp_path: Path
         first.await_event("worker_waiting", waiting=worker, place=worker)
     first.wish("go_on")
     check_training(first.wait(), reference)
-    check_evaluations(first, reference)
+    check_evaluations(first, reference, FP32)
     assert evaluations(first).keys() == evaluations(reference).keys()
     assert late.wait().code == 0, late.output()
     assert replicas(first) == [1, 2]
@@ -291,7 +291,7 @@ def test_a_node_that_joined_is_lost_and_comes_back(jobs: Jobs, tmp_path: Path, o
         first.await_event("worker_waiting", waiting=worker)
     first.wish("go_on")
     check_training(first.wait(), reference)
-    check_evaluations(first, reference)
+    check_evaluations(first, reference, FP32)
     assert evaluations(first).keys() == evaluations(reference).keys()
     assert replicas(first) == [2, 3, 2, 3]
     last = first.events("epoch_started")[-1]["plan"]["replicas"]
