@@ -84,7 +84,7 @@ def timed(entry: Entry, sizes: Sizes, instances: int) -> dict[str, Any]:
             found = None
         if number:
             seconds.append(time.process_time() - begun)
-            shares.append(evaluate(found, now, cost).share_of_bound if found else 0.0)
+            shares.append(entry.running.evaluate(found, now, cost).share_of_bound if found else 0.0)
     ordered = sorted(seconds)
     return {
         "median_s": statistics.median(ordered),

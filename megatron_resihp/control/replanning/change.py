@@ -138,12 +138,12 @@ def model_of(job: KnownJob, own: tuple[Chunk, ...]) -> tuple[Model, Training] | 
         return None
 
 
-def check_memory(after: ParallelPlan, before: ParallelPlan, own: tuple[Chunk, ...], job: KnownJob) -> None:
+def check_memory(after: ParallelPlan, before: ParallelPlan | None, own: tuple[Chunk, ...], job: KnownJob) -> None:
     """Called before a change by choice: a worker that runs out of memory ends the job. Where the amount is unknown,
     on CPUs, nothing is checked.
 
     Args:
-        after, before: the plan that is asked for, and the one in force.
+        after, before: the plan that is asked for, and the one in force. None: of that nothing is left by then.
         own: the job's own split into layers.
         job: of which the model and the devices' memory are known, or not.
 
@@ -160,7 +160,8 @@ def check_memory(after: ParallelPlan, before: ParallelPlan, own: tuple[Chunk, ..
     capacity = room.usable(job.device_memory, job.memory_reserve)
     after = spelled_out(after, own)
     memory.check_plan(after, model, training, capacity)
-    room.check_change(spelled_out(before, own), after, model, training, capacity, job.host_memory or 0)
+    if before is not None:
+        room.check_change(spelled_out(before, own), after, model, training, capacity, job.host_memory or 0)
 
 
 def with_standbys(

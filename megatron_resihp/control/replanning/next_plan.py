@@ -56,18 +56,21 @@ def uniform_plan(survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
     """As many complete replicas of the job's own shape as there are; needs no more than sizes.
 
     Where fewer of them share each sequence or each layer's experts than in the job's own layout, each worker has more
-    of these, which must fit into its memory, if that is known. If nothing fits, none of it is kept in reserve: without
-    a plan the job ends. If nobody knows what would fit, as many share as can.
+    of these, which must fit into its memory, if that is known. If nothing fits, none of it is kept in reserve, and then
+    not even the state before it is reckoned with: without a plan the job ends. If nobody knows what would fit, as many
+    share as can.
     """
     known = survivors.known
     if known.device_memory and model_of(known, survivors.own) is None:
         return _of_most_sharers(survivors), []
-    try:
-        return _with_room(survivors, known), []
-    except NoPlanError as error:
-        if error.missing or not known.device_memory:
-            raise
-    return _with_room(survivors, replace(known, memory_reserve=0.0)), []
+    unreserved = replace(known, memory_reserve=0.0)
+    for job, before in ((known, survivors.previous), (unreserved, survivors.previous)):
+        try:
+            return _with_room(survivors, job, before), []
+        except NoPlanError as error:
+            if error.missing or not known.device_memory:
+                raise
+    return _with_room(survivors, unreserved, None), []
 
 
 def _of_most_sharers(survivors: Survivors) -> ParallelPlan:
@@ -84,9 +87,9 @@ def _of_most_sharers(survivors: Survivors) -> ParallelPlan:
     return _uniform(survivors, shape)
 
 
-def _with_room(survivors: Survivors, known: KnownJob) -> ParallelPlan:
+def _with_room(survivors: Survivors, known: KnownJob, before: ParallelPlan | None) -> ParallelPlan:
     def check(plan: ParallelPlan) -> None:
-        check_memory(plan, survivors.previous, survivors.own, known)
+        check_memory(plan, before, survivors.own, known)
 
     return plan_with_room(survivors.shape, lambda shape: _uniform(survivors, shape), check)
 

@@ -291,7 +291,7 @@ class Policy:
                 return self._ask()
             case Verdict():
                 self._recommended.refused.clear()
-                self._heard, self._tried_late = True, False
+                self._heard, self._tried_late, self._beginning = True, False, False
                 if event.relapses:
                     self._between_s *= 2
                 self._lost.slow_since(event.since)
@@ -304,6 +304,7 @@ class Policy:
         """What the planner found."""
         if number != self._asked:
             return []
+        beginning, self._beginning = self._beginning, False
         if isinstance(answer, NoPlan):
             # Where the strategy has none, none is late: what is found later is a change by choice.
             self._overtaken = self._overtaken and answer.unanswered
@@ -313,8 +314,7 @@ class Policy:
         gain = 1.0 - answer.iteration_s / answer.current_s
         if answer.plan in (*self._recommended.failed, *self._recommended.refused):
             gain = 0.0
-        if self._beginning and gain >= LEAST_GAIN:
-            self._beginning = False
+        if beginning and gain >= LEAST_GAIN:
             why = f"the planner's own layout: {_shorter(gain)}"
             self._recommended.last = why, answer.plan
             return [Recommend(ACT, answer.plan, why, gain, 0.0, answer.moving_s, answer.iteration_s)]

@@ -13,6 +13,7 @@ from megatron_resihp.cost.job import JobCost
 from megatron_resihp.plan import ParallelPlan, Replica, even_counts
 from megatron_resihp.planner.evaluation import evaluate
 from megatron_resihp.planner.health import Health
+from megatron_resihp.planner.moves import seconds_to_move
 from megatron_resihp.planner.shares import fastest_shares, pace_of
 from megatron_resihp.planner.steps.rerouting import rerouted
 from megatron_resihp.planner.strategies.common import Group, all_well, next_plan, speed_of, spelt_out, with_shares
@@ -74,12 +75,12 @@ def _pays(judged: Judged, health: Health, cost: JobCost) -> bool:
     at_best = max(_paced_s(replica, all_well(health), cost) for replica in even)
     lost = cost.until_next_event_s * max(1 - at_best / seconds, 0.0)
     state = max(
-        float(cost.bytes(len(replica.stages[chunk.stage]), len(shared.replicas)).state[chunk.first : chunk.end].sum())
+        float(cost.bytes(len(members), len(shared.replicas), shared).state[chunk.first : chunk.end].sum())
         for replica in shared.replicas
         for chunk in replica.chunks
-        if replica.stages[chunk.stage]
+        if (members := replica.stages[chunk.stage])
     )
-    return lost > cost.rebuild_s + state / cost.device.bandwidth
+    return lost > seconds_to_move({0: state}, cost)
 
 
 def _paced_s(replica: Replica, health: Health, cost: JobCost) -> float:

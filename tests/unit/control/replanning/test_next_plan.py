@@ -14,11 +14,12 @@ from megatron_resihp.control.replanning.next_plan import Heard, StrategicPlan, u
 from megatron_resihp.control.replanning.planning import answer
 from megatron_resihp.cost.layers import Model, model_from_arguments
 from megatron_resihp.cost.memory import memory_of
-from megatron_resihp.cost.training import Training, training_from_arguments
+from megatron_resihp.cost.training import Training, training_from_arguments, training_of_job
 from megatron_resihp.events.replanning import Planned
 from megatron_resihp.plan import (
     Chunk,
     Coordinate,
+    OwnSplit,
     ParallelPlan,
     PlanError,
     Replica,
@@ -351,6 +352,28 @@ class TestTokensThatMeet:
         else:
             with pytest.raises(PlanError, match="equal numbers of micro-batches: they run in turns"):
                 mode_of(shared).check_ops(shared, self.OWN, survivors.job)
+
+
+def test_survivors_with_more_experts_each_go_on_without_room_for_what_was_before() -> None:
+    """Their host memory has no room for the old state either; without a plan the job ends."""
+    own = even_chunks(4, 1)
+    arguments = ARGUMENTS | {"num_experts": 8, "moe_ffn_hidden_size": 1024, "moe_router_topk": 2, "bf16": True,
+                             "expert_model_parallel_size": 4, "use_distributed_optimizer": True}  # fmt: skip
+    model, training = model_from_arguments(arguments), training_of_job(arguments, OwnSplit(own, 1))
+    job = replace(JOB, chunks=own, pipeline_parallel=1, micro_batches=8, expert_parallel=4, experts=8,
+                  distributed_optimizer=True, host_memory=0)  # fmt: skip
+    shape = shape_of(job, workers_per_node=4)
+    start = initial_plan(shape, 4)
+    full = spelled_out(start, own)
+    held = {worker: full.shards_of(worker) for worker in range(3)}
+    survivors = Survivors(shape, own, held, start, start, job, arguments, 4)
+    pairs = tuple(each for each in shape.sharings if each.experts in (4, 2))
+    shared, _ = uniform_plan(replace(survivors, shape=replace(shape, sharings=pairs)))
+    needed = max(use.total for use in memory_of(spelled_out(shared, own), model, training).values())
+    plan, _ = uniform_plan(replace(survivors, job=replace(job, device_memory=needed)))
+    assert (plan.expert_parallel, len(plan.replicas)) == (2, 2)
+    with pytest.raises(NoPlanError, match="memory exceeded"):
+        uniform_plan(replace(survivors, job=replace(job, device_memory=needed // 2)))
 
 
 def model_and_training() -> tuple[Model, Training]:

@@ -351,6 +351,14 @@ class TestBeginning:
         assert not run.tell("epoch_started", plan=PLAN.to_dict(), epoch=1)
         assert not run.answer(run.verdict()), "slowness is waited out as ever"
 
+    @pytest.mark.parametrize("first", [found(1.0, 1.0), NoPlan("too little memory")], ids=["as good", "none"])
+    def test_slowness_is_waited_out_where_there_was_no_better_layout(self, first: PlannerAnswer) -> None:
+        run = Run(begins_with_a_plan=True, act="observe")
+        [asked] = run.began
+        assert isinstance(asked, AskPlanner) and not run.policy.answered(asked.number, first, run.now)
+        run.train(50)
+        assert not run.answer(run.verdict())
+
     def test_a_layout_that_is_hardly_better_is_left_alone(self) -> None:
         run = Run(begins_with_a_plan=True)
         assert not run.answer(run.began[0], gain=0.005)
