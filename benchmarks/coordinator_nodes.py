@@ -89,8 +89,8 @@ def measure(nodes: int, seconds: float) -> dict[str, Any]:
     if not begun.wait(WAIT_S):
         raise RuntimeError("the process of the other nodes has failed")
     began, used = time.monotonic(), time.process_time()
-    lost = _watch(watcher, until=lambda: len(watcher.connected) == nodes - 1 or time.monotonic() > began + WAIT_S)
-    joined, joined_used, there = time.monotonic(), time.process_time(), len(watcher.connected)
+    lost = _watch(watcher, until=lambda: len(watcher.served) == nodes - 1 or time.monotonic() > began + WAIT_S)
+    joined, joined_used, there = time.monotonic(), time.process_time(), len(watcher.served)
     lost += _watch(watcher, until=lambda: time.monotonic() > joined + seconds)
     beating_s, beating_used = time.monotonic() - joined, time.process_time() - joined_used
     over.set()

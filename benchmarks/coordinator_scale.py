@@ -42,6 +42,7 @@ from megatron_resihp.control.head.decision_file import FILE_NAME, DecisionFile
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.line import Line
+from megatron_resihp.control.transport.questions import Gathering, gathering_s
 from megatron_resihp.control.transport.secret import Secret, fresh_secret
 from megatron_resihp.control.transport.store import StoreError, reserve
 from megatron_resihp.control.transport.store_client import Direct, StoreClient, connect
@@ -94,9 +95,16 @@ class Crowd:
         self._numbers = count(1)
         self._selector = selectors.DefaultSelector()
         way = Direct(address, secret)
-        self._lines = [Line(address, *way.open(address, WAIT_S), Together(f"node {node}")) for node in range(nodes)]
+        self._gathering = [
+            Gathering(Together(f"node {node}"), gathering_s(nodes), TENSOR_PARALLEL) for node in range(nodes)
+        ]
+        self._lines = [Line(address, *way.open(address, WAIT_S), each) for each in self._gathering]
         for line in self._lines:
             self._selector.register(line, selectors.EVENT_READ, line)
+
+    def cut(self, worker: int) -> None:
+        """It is dead, and its agent knows."""
+        self._gathering[worker // TENSOR_PARALLEL].workers -= 1
 
     def written(self, messages: Iterable[Message]) -> Requests:
         """What each worker asks of its agent."""
@@ -191,6 +199,7 @@ def play(replicas: int, address: Address, secret: Secret, told: Any) -> None:
     now()
     crowd.tell(death)
     store.get(keys.notice_key(notice), WAIT_S)
+    crowd.cut(VICTIM)
     crowd.tell(reports)
     text = store.get(keys.plan_key(1), WAIT_S)
     now()

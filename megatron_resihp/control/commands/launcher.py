@@ -126,7 +126,8 @@ def _launch(options: LaunchOptions, spawn: Spawn, make_event_sink: MakeEventSink
         relay = Relay(seat.secret, seat.records, seat.size.most_nodes)
         # The coordinator's own store goes with it.
         leaders = Leaders(seat.run_dir) if seat.led_on and not seat.leads else None
-        store = StoreRelay(Direct(seat.address, seat.secret, leaders), Together(f"node.{secrets.token_hex(8)}"))
+        together = Together(f"node.{secrets.token_hex(8)}")
+        store = StoreRelay(Direct(seat.address, seat.secret, leaders), together, gathering_s(seat.size.most_nodes))
         reaper = stack.enter_context(closing(OrphanReaper()))
         _announce(options, seat)
         try:

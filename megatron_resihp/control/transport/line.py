@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One connection to the store that carries the questions of many, for a loop that never waits.
 
-May import `protocol` and this package's modules.
+May import this package's modules.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from collections.abc import Hashable, Iterable
 from typing import Final
 
 from megatron_resihp.control.transport.address import Address
-from megatron_resihp.control.transport.questions import Questions, Told
+from megatron_resihp.control.transport.questions import Gathering, Questions, Told
 from megatron_resihp.control.transport.secure import Session
 from megatron_resihp.control.transport.store_wire import Request, read_numbered, read_reply, write_request
-from megatron_resihp.protocol.together import Together
 
 READ_BYTES: Final = 1 << 18
 
@@ -25,14 +24,14 @@ class Line:
     Args:
         address: of the store.
         sock: connected to it; belongs to this object from now on.
-        together: as of `Questions`.
+        gathering: as of `Questions`.
     """
 
-    def __init__(self, address: Address, sock: socket.socket, session: Session, together: Together) -> None:
+    def __init__(self, address: Address, sock: socket.socket, session: Session, gathering: Gathering) -> None:
         self.address = address
         self._sock = sock
         self._session = session
-        self._questions = Questions(together)
+        self._questions = Questions(gathering)
         self._unsent = bytearray()
         sock.setblocking(False)
 

@@ -8,8 +8,8 @@ more stays open for a while, for whoever asks again. Whoever joins a wait may be
 long as an answer is on its way.
 
 Reports of survivors go together. While the store owes the answer to one of them, others wait for it, and are told as
-one then. Where the store is idle that is a moment. Where all nodes of a large job report, it is as long as the store
-needs for those before, and few are left that go alone. May import: `protocol`, and this package's `store_wire`.
+one then. Where the store is idle that is a moment. In large jobs the first one waits, too, for a moment or until all
+workers of the node have reported. May import: `protocol`, and this package's `store_wire`.
 """
 
 from __future__ import annotations
@@ -42,9 +42,28 @@ IDLE_S: Final = 15.0
 """How long a wait stays open that nobody waits for: longer than processes of a job pause between two looks."""
 MOST_IDLE: Final = 256
 
+GATHERED_FROM: Final = 64
+"""Nodes of a job in which reports are gathered. In a smaller one node 0 reads them as fast as they come."""
+GATHER_S: Final = 0.005
+
 Told = list[tuple[Hashable, Reply]]
 """Answers, each with who asked."""
 _INBOX: Final = keys.INBOX.encode()
+
+
+@dataclass
+class Gathering:
+    """How reports of a node are gathered.
+
+    Attributes:
+        together: joins them.
+        within_s: how long the first one waits for others.
+        workers: how many the node has now; when all have reported none waits.
+    """
+
+    together: Together
+    within_s: float = 0.0
+    workers: int = 0
 
 
 @dataclass
@@ -59,21 +78,27 @@ class _Open:
         return (request.op, request.fields[0]) if request.op in SHARED and request.within_s > 0.0 else None
 
 
+def gathering_s(nodes: int) -> float:
+    """How long the first report of a node waits for others in a job of so many nodes."""
+    return GATHER_S if nodes >= GATHERED_FROM else 0.0
+
+
 class Questions:
     """Of one line. Each asker asks one question at a time, and is answered once, unless the line is lost.
 
     What methods return as requests is to be sent over the line, in this order.
 
     Args:
-        together: joins reports of survivors.
+        gathering: the caller keeps it up to date.
     """
 
-    def __init__(self, together: Together) -> None:
-        self._together = together
+    def __init__(self, gathering: Gathering) -> None:
+        self._gathering = gathering
         self._report = -1
         """Under which number the store was last told a report."""
         self._waiting: dict[Hashable, Request] = {}
-        """Reports that are to be told when it has answered that."""
+        """Reports that are to be told when it has answered that, or when they are gathered."""
+        self._gathered_by = math.inf
         self._numbers = count()
         self._open: dict[int, _Open] = {}
         self._number_of: dict[Hashable, int] = {}
@@ -111,6 +136,8 @@ class Questions:
         if is_report and self._report in self._open:
             self._waiting[asker] = request
             return []
+        if is_report and self._gathering.within_s > 0.0:
+            return self._gather(asker, request, now)
         number = next(self._numbers)
         self._add(asker, number, _Open(request))
         if is_report:
@@ -162,24 +189,32 @@ class Questions:
             until, _, asker = heapq.heappop(self._deadlines)
             if self._until.get(asker) == until:
                 self._late[asker] = until
-        return self._probe_for_the_late(now) + self._drop_idle(now)
+        gathered = self._tell_reports(now) if self._gathered_by <= now else []
+        return gathered + self._probe_for_the_late(now) + self._drop_idle(now)
 
     @property
     def next_deadline(self) -> float | None:
         """When to call `expire`, at the latest."""
         oldest = [since + IDLE_S for since in islice(self._idle.values(), 1)]
-        return min((*oldest, *(until for until, _, _ in self._deadlines[:1])), default=None)
+        first = min((*oldest, *(until for until, _, _ in self._deadlines[:1]), self._gathered_by))
+        return None if math.isinf(first) else first
 
     @property
     def unanswered_since(self) -> float | None:
         """Since when the store owes the oldest answer that it could have given at once; None: it owes none."""
         return next(iter(self._prompt.values()), None)
 
+    def _gather(self, asker: Hashable, request: Request, now: float) -> list[Request]:
+        self._waiting[asker] = request
+        self._gathered_by = min(self._gathered_by, now + self._gathering.within_s)
+        return self._tell_reports(now) if len(self._waiting) >= self._gathering.workers else []
+
     def _tell_reports(self, now: float) -> list[Request]:
         """Tell all reports that wait."""
         waiting, self._waiting = self._waiting, {}
+        self._gathered_by = math.inf
         askers, sent = list(waiting), list[Request]()
-        for places, text in self._together.told([request.fields[1] for request in waiting.values()]):
+        for places, text in self._gathering.together.told([request.fields[1] for request in waiting.values()]):
             number = self._report = next(self._numbers)
             question = _Open(Request(Op.PUSH, (_INBOX, text)))
             for place in places:

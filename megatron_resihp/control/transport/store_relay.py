@@ -28,6 +28,7 @@ from megatron_resihp.control.transport.by_agent import (
 )
 from megatron_resihp.control.transport.frames import Frames, framed
 from megatron_resihp.control.transport.line import Line
+from megatron_resihp.control.transport.questions import Gathering
 from megatron_resihp.control.transport.senders import speaks_for
 from megatron_resihp.control.transport.store import end
 from megatron_resihp.control.transport.store_client import ATTEMPT_S, Direct, patience_s
@@ -79,20 +80,20 @@ class _Attempt:
     Args:
         there: where there is a line already.
         done: called at the end.
-        together: of the line.
+        gathering: of the line.
 
     Attributes:
         line: that was opened; None: there is one, or `error` says why not.
     """
 
     def __init__(
-        self, way: Direct, there: Address | None, within_s: float, done: Callable[[], None], together: Together
+        self, way: Direct, there: Address | None, within_s: float, done: Callable[[], None], gathering: Gathering
     ) -> None:
         self.line: Line | None = None
         self.error: Exception | None = None
         self.address: Address | None = None
         self._given_up = False
-        self._way, self._there, self._within_s, self._done, self._together = way, there, within_s, done, together
+        self._way, self._there, self._within_s, self._done, self._gathering = way, there, within_s, done, gathering
         try:
             threading.Thread(target=self._run, name="resihp-store-way", daemon=True).start()
         except RuntimeError as error:  # this machine has no room for another thread
@@ -103,7 +104,7 @@ class _Attempt:
         try:
             self.address = self._way.address()
             if self.address != self._there:
-                self.line = Line(self.address, *self._way.open(self.address, self._within_s), self._together)
+                self.line = Line(self.address, *self._way.open(self.address, self._within_s), self._gathering)
         except Exception as error:
             self.error = error
         if self._given_up:
@@ -123,11 +124,12 @@ class StoreRelay:
     Args:
         way: to the store.
         together: joins reports of this node's workers.
+        gather_s: how long the first of their reports waits for others.
     """
 
-    def __init__(self, way: Direct, together: Together) -> None:
+    def __init__(self, way: Direct, together: Together, gather_s: float = 0.0) -> None:
         self._way = way
-        self._together = together
+        self._gathering = Gathering(together, gather_s)
         self._answer_s = patience_s(way)
         self._line: Line | None = None
         self._attempt: _Attempt | None = None
@@ -248,10 +250,12 @@ class StoreRelay:
 
     def _open_hatch(self, worker: int, hatch: socket.socket) -> None:
         self._hatches[worker] = hatch
+        self._gathering.workers = len(self._hatches)
         self._selector.register(hatch, selectors.EVENT_READ, worker)
 
     def _close_hatch(self, worker: int) -> None:
         hatch = self._hatches.pop(worker, None)
+        self._gathering.workers = len(self._hatches)
         if hatch is not None:
             self._selector.unregister(hatch)
             hatch.close()
@@ -347,7 +351,7 @@ class StoreRelay:
         if self._attempt is None:
             there = None if self._line is None else self._line.address
             self._attempt = _Attempt(
-                self._way, there, within_s, lambda: self._order(self._take_attempt), self._together
+                self._way, there, within_s, lambda: self._order(self._take_attempt), self._gathering
             )
 
     def _ask_whether_it_is_there(self, line: Line, local: _Local, now: float) -> None:

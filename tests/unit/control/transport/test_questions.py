@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from megatron_resihp.control import keys
-from megatron_resihp.control.transport.questions import GRID_S, IDLE_S, MOST_IDLE, Questions, Told
+from megatron_resihp.control.transport.questions import GRID_S, IDLE_S, MOST_IDLE, Gathering, Questions, Told
 from megatron_resihp.control.transport.storage import Storage
 from megatron_resihp.control.transport.storage import Told as ToldThere
 from megatron_resihp.control.transport.store_wire import (
@@ -69,11 +69,15 @@ def reports_in(storage: Storage) -> list[str]:
     return [id for some in ids for id in some]
 
 
+GATHERED = 4
+"""Workers of the node."""
+
+
 class Line:
     """What is on its way over one connection, in order, and the store's end of it."""
 
-    def __init__(self, storage: Storage) -> None:
-        self.questions = Questions(Together("node"))
+    def __init__(self, storage: Storage, gather_s: float = 0.0) -> None:
+        self.questions = Questions(Gathering(Together("node"), gather_s, GATHERED))
         self.there: deque[Request] = deque()
         self.back: deque[tuple[int, Reply]] = deque()
         self.crossed: list[Request] = []
@@ -135,6 +139,7 @@ class Asked:
 class Network(RuleBasedStateMachine):
     """Askers 0 to 3 ask about two keys and a queue."""
 
+    gather_s = 0.0
     askers = st.integers(0, 3)
     keys = st.sampled_from([b"a", b"b"])
 
@@ -142,7 +147,7 @@ class Network(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.storage = Storage()
-        self.line = Line(self.storage)
+        self.line = Line(self.storage, self.gather_s)
         self.asked: dict[Hashable, Asked] = {}
         self.came: dict[bytes, float] = {}
         self.pushed: set[bytes] = set()
@@ -201,7 +206,7 @@ class Network(RuleBasedStateMachine):
         for asker in list(self.asked):
             self._lose(asker)
         self.line.close()
-        self.line = Line(self.storage)
+        self.line = Line(self.storage, self.gather_s)
 
     @invariant()
     def each_key_is_waited_for_once(self) -> None:
@@ -247,8 +252,15 @@ class Network(RuleBasedStateMachine):
             self.taken += read_values(reply.value)
 
 
+class NetworkOfManyNodes(Network):
+    gather_s = 0.1
+
+
 TestNetwork = Network.TestCase
-TestNetwork.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestNetworkOfManyNodes = NetworkOfManyNodes.TestCase
+TestNetwork.settings = TestNetworkOfManyNodes.settings = settings(
+    max_examples=100, stateful_step_count=40, deadline=None
+)
 
 
 @pytest.fixture
@@ -274,6 +286,31 @@ def test_reports_wait_for_the_first_and_go_together(line: Line, storage: Storage
     assert reports_in(storage) == ["3.1", "4.1", "6.1", "7.1"]
     ask(line, "worker 3", reporting(9))
     assert line.carry(0.0) == [("worker 3", YES)], "none is waited for by then"
+
+
+def test_in_a_large_job_reports_go_together_once_all_workers_have_reported(storage: Storage) -> None:
+    line = Line(storage, gather_s=0.1)
+    for worker in (3, 4, 6):
+        ask(line, f"worker {worker}", reporting(worker))
+        assert not line.carry(0.0)
+    ask(line, "another", SET)
+    assert line.carry(0.0) == [("another", YES)], "nothing else waits"
+    ask(line, "worker 7", reporting(7))
+    assert len(line.carry(0.0)) == GATHERED and [request.op for request in line.crossed] == [Op.SET, Op.PUSH]
+
+
+def test_in_a_large_job_a_report_waits_for_a_moment(storage: Storage) -> None:
+    line = Line(storage, gather_s=0.1)
+    ask(line, "worker 0", reporting(0), now=5.0)
+    assert line.questions.next_deadline == 5.1
+    line.there += line.questions.expire(5.05)
+    assert not line.carry(5.05)
+    line.there += line.questions.expire(5.1)
+    assert line.carry(5.1) == [("worker 0", YES)] and line.questions.next_deadline is None
+    ask(line, "worker 1", reporting(1), now=6.0)
+    line.there += line.questions.forget("worker 1", 6.0)
+    line.there += line.questions.expire(7.0)
+    assert not line.there, "it is dead"
 
 
 def test_reports_that_differ_go_at_the_same_time(line: Line, storage: Storage) -> None:
