@@ -179,19 +179,22 @@ def test_survivors_that_save_what_they_hold_tell_the_next_one(begin: Callable[..
     cluster.end(exit_codes.NO_PLAN, standby)
 
 
-def test_an_end_that_nobody_was_told_of_is_told(begin: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_that_nobody_was_told_of_is_told(
+    begin: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The coordinator is lost when it has decided that the job ends."""
     carry_out = Coordinator._carry_out
 
     def lost_at_the_end(self: Coordinator, action: Action) -> int | None:
-        if isinstance(action, End) and (cluster.run_dir / f"lose_{os.getpid()}").exists():
+        if isinstance(action, End) and (tmp_path / f"lose_{os.getpid()}").exists():
             os.kill(os.getpid(), signal.SIGKILL)
         return carry_out(self, action)
 
     monkeypatch.setattr(Coordinator, "_carry_out", lost_at_the_end)
     cluster = begin()
     standby = cluster.coordinator()
-    cluster.first.ask(f"lose_{cluster.first.pid}")
+    eventually("it waits", lambda: "resihp: waits until" in standby.output())
+    (tmp_path / f"lose_{cluster.first.pid}").touch()
     cluster.finish(standby)
     assert cluster.first.end() == -signal.SIGKILL
     assert [event["exit_code"] for event in standby.events("run_finished")] == [0]
