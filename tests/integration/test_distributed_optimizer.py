@@ -171,21 +171,6 @@ def test_unlike_replicas(
 
 
 @NIGHTLY
-def test_a_standby_between_stages_with_learning_rates_of_their_own(jobs: Jobs, tmp_path: Path) -> None:
-    """Worker 4 stands by with what it had as a stage of its own: without the groups of word embeddings and head."""
-    rates = {"decoupled_lr": "3e-3", "decoupled_min_lr": "3e-4"}
-    layout = {**PIPELINE, "pipeline_model_parallel_size": 3, "num_layers": 3, **rates}
-    first, second = ((0,), (1,), (2,)), ((3,), (4,), (5,))
-    bubbles = Schedule("zero-bubble-h1")
-    stage_by_stage = ParallelPlan((Replica(first, (0, 1), (), bubbles), Replica(second, (2, 3), (), bubbles)))
-    one = ParallelPlan((Replica(first, (0, 1, 2, 3)),), {worker: Coordinate(worker - 3, 0) for worker in (3, 4, 5)})
-    reference = jobs.reference(tiny(**layout), workers=6)
-    job = jobs.run(tiny(**layout, resihp_plan=ask_for(tmp_path, stage_by_stage, one)), workers=6)
-    check_training(job, reference)
-    assert len(job.events("reconfiguration")) == 2, job.tails()
-
-
-@NIGHTLY
 @pytest.mark.parametrize("injections", [["kill:1@4:step"], ["kill:1@4:backward", "kill:2@5:gather"]], ids=len)
 def test_a_death_among_unlike_replicas(jobs: Jobs, tmp_path: Path, injections: list[str]) -> None:
     """Those that are left are equal replicas again, each with a part."""

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from etcds import needs_etcd
 from jobs import Jobs, check_training, tiny
-from launched import Launched, eventually
+from launched import WAIT_S, Launched, eventually
 
 from megatron_resihp.cli import main
 from megatron_resihp.control import exit_codes
@@ -92,10 +92,10 @@ class Cluster:
         self.first.ask("finish")
         self.end(0, *coordinators)
 
-    def end(self, code: int, *coordinators: Launched) -> None:
+    def end(self, code: int, *coordinators: Launched, within_s: float = WAIT_S) -> None:
         """All that is left ends with this, and what was decided is whole."""
         for each in (*coordinators, *self.nodes):
-            assert each.end() == code, each.output()
+            assert each.end(within_s) == code, each.output()
         assert decisions_at(str(self._place)) == decisions_at(str(self.run_dir))
         assert main(["replay", str(self._place)]) == 0
         assert (self.run_dir / "exit_code").read_text() == f"{code}\n"
@@ -179,20 +179,25 @@ def test_survivors_that_save_what_they_hold_tell_the_next_one(begin: Callable[..
     cluster.end(exit_codes.NO_PLAN, standby)
 
 
-def test_an_end_that_nobody_was_told_of_is_told(begin: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_that_nobody_was_told_of_is_told(
+    begin: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The coordinator is lost when it has decided that the job ends."""
     carry_out = Coordinator._carry_out
 
     def lost_at_the_end(self: Coordinator, action: Action) -> int | None:
-        if isinstance(action, End) and (cluster.run_dir / f"lose_{os.getpid()}").exists():
+        if isinstance(action, End) and (tmp_path / f"lose_{os.getpid()}").exists():
             os.kill(os.getpid(), signal.SIGKILL)
         return carry_out(self, action)
 
     monkeypatch.setattr(Coordinator, "_carry_out", lost_at_the_end)
     cluster = begin()
     standby = cluster.coordinator()
-    cluster.first.ask(f"lose_{cluster.first.pid}")
-    cluster.finish(standby)
+    eventually("it waits", lambda: "resihp: waits until" in standby.output())
+    (tmp_path / f"lose_{cluster.first.pid}").touch()
+    cluster.first.ask("finish")
+    # A lease lapses, and then those of the nodes; without the standby they would wait for 120 s.
+    cluster.end(0, standby, within_s=60.0)
     assert cluster.first.end() == -signal.SIGKILL
     assert [event["exit_code"] for event in standby.events("run_finished")] == [0]
 

@@ -23,6 +23,7 @@ from megatron_resihp.control.coordination.actions import (
     Limits,
     Log,
     Notify,
+    Phase,
     Reopen,
     Reply,
 )
@@ -160,7 +161,7 @@ class Coordinator:
         Raises:
             StoreError: the store is gone.
             UnrecordedError: a decision could not be kept; nothing of it has been carried out.
-            Exception: a second error.
+            Exception: a second error, or one at the end.
         """
         try:
             if self._before is None:
@@ -169,6 +170,8 @@ class Coordinator:
         except (StoreError, UnrecordedError):
             raise
         except Exception as error:
+            if self._membership.state.phase is Phase.ENDED:
+                raise  # nothing would come any more
             saving = self._fail(error)
         return self._serve(saving)
 

@@ -35,9 +35,7 @@ from megatron_resihp.integration.step.optimizer_shards import (
     own_gradient,
     own_part,
     own_places,
-    place_among,
     publish_parameters,
-    settings_of,
     whole_buffers,
 )
 from megatron_resihp.integration.trained import Trained
@@ -128,9 +126,7 @@ def move_parts(runtime: Runtime, trained: Trained, copied: Mapping[int, int]) ->
     has = current_part(runtime.held.live, runtime.held.kept, members)
     owns, buffers = _named_here(runtime, trained)
     fills = [*owns, *buffers] if fresh else []
-    told = tell_all(runtime.mode.everybody, worker, {
-        "has": list(has), "owns": list(owns.items()), "fills": fills, "groups": settings_of(trained) if owns else [],
-    })  # fmt: skip
+    told = tell_all(runtime.mode.everybody, worker, {"has": list(has), "owns": list(owns.items()), "fills": fills})
     has_all = {each: [Range(*where) for where in said["has"]] for each, said in told.items()}
     owned = {each: places_said(said["owns"]) for each, said in told.items()}
     if not any(said["has"] for said in told.values()):  # before the first step owners have what they were built with
@@ -154,13 +150,12 @@ def move_parts(runtime: Runtime, trained: Trained, copied: Mapping[int, int]) ->
         return received, None
     copy = None
     if worker in copied:
-        owner, here = copied[worker], settings_of(trained)
         part = {
-            _bare(where): Entry(place_among(place, told[owner]["groups"], here), collected.tensors[where])
+            _bare(where): Entry(place, collected.tensors[where])
             # As the owner orders them, and so its gradient.
-            for where, place in sorted(owned[owner].items(), key=lambda each: _bare(each[0]))
+            for where, place in sorted(owned[copied[worker]].items(), key=lambda each: _bare(each[0]))
         }
-        copy = PartCopy(owner, part, max(collected.steps, default=None))
+        copy = PartCopy(copied[worker], part, max(collected.steps, default=None))
     kept = Kept(coordinate, runtime.view.works, copy)
     now = current_part(trained, kept, members)
     collected.compare({where: entry.tensors for where, entry in now.items()})

@@ -43,7 +43,7 @@ class PartCopy:
 
     Args:
         owner: whose part it is.
-        part: its state, in host memory. Places are those among this worker's own groups.
+        part: its state, in host memory.
         counted: steps so far, where the optimizer counts them for each parameter group.
         memory: through which the state goes to the device and back; None: the process's own.
 
@@ -140,6 +140,9 @@ class PartCopy:
         self, owners: Sequence[tuple[Any, float]], gradient: torch.Tensor, grad_norm: float,
         inverse: float | None, device: torch.device,
     ) -> None:  # fmt: skip
+        if any(entry.place.optimizer >= len(owners) for entry in self._part.values()):
+            # It would be left behind without a word.
+            raise RuntimeError(f"worker {self.owner} has an optimizer for its part that this worker doesn't have")
         sizes = [where.end - where.start for where in self._part]
         gradients = dict(zip(self._part, gradient.split(sizes), strict=True))
         counted, memory = self._counted, self._memory or host_memory_of(device)

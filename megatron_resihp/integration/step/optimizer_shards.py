@@ -8,7 +8,6 @@ Persistent buffers, such as the biases of routers, are whole on all holders of a
 """
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -28,8 +27,6 @@ MASTER = "param"
 Tensors = dict[str, torch.Tensor]
 MARKS: Final = ("is_qkv", "qkv_split_shapes")
 """Attributes of a master that say how Muon takes it apart; those that Megatron has set."""
-CHANGING: Final = ("params", "step", "lr", "weight_decay")
-"""What a parameter group has besides its settings: a schedule sets the last two by these."""
 
 
 class Matrix(NamedTuple):
@@ -51,8 +48,7 @@ class Matrix(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a range is stepped; the same on all working holders of a shard. A standby's objects are perhaps another
-    plan's, and may have other groups.
+    """Where a range is stepped; the same on all holders of a shard.
 
     Attributes:
         optimizer: of a chained one's parts.
@@ -99,35 +95,6 @@ def own_part(trained: Trained) -> Part:
 def own_places(trained: Trained) -> dict[Range, Place]:
     """The ranges that these objects step, without their state."""
     return {owned.where: owned.place for owned in _owned(trained)}
-
-
-def settings_of(trained: Trained) -> list[list[str]]:
-    """The settings of each parameter group of each part of the optimizer, as texts to be compared."""
-    return [[] if getattr(part, "is_stub_optimizer", False) else [_settings(part.optimizer, group)
-            for group in part.optimizer.param_groups] for part in parts_of(trained.optimizer)]  # fmt: skip
-
-
-def _settings(optimizer: Any, group: Mapping[str, Any]) -> str:
-    named = {name: value for name, value in group.items() if name not in CHANGING}
-    return f"{type(optimizer).__name__} {json.dumps(named, sort_keys=True, default=str)}"
-
-
-def place_among(place: Place, owners: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) -> Place:
-    """Where the holder of a copy has a group like the one in which the owner steps a range.
-
-    Args:
-        owners, own: as of `settings_of`.
-
-    Raises:
-        RuntimeError: nowhere.
-    """
-    wanted = owners[place.optimizer][place.group]
-    if place.optimizer < len(own) and wanted in own[place.optimizer][place.group : place.group + 1]:
-        return place
-    for index, groups in enumerate(own):
-        if wanted in groups:
-            return place._replace(optimizer=index, group=groups.index(wanted))
-    raise RuntimeError("the owner of a part steps it in a parameter group that the holder of its copy doesn't have")
 
 
 def whole_buffers(trained: Trained) -> Part:

@@ -33,9 +33,7 @@ from megatron_resihp.integration.step.optimizer_shards import (
     named_parameters,
     own_part,
     own_places,
-    place_among,
     publish_parameters,
-    settings_of,
 )
 from megatron_resihp.integration.trained import Trained
 from megatron_resihp.plan.ranges import Range, plan_range_moves
@@ -99,9 +97,7 @@ def share_out(runtime: Runtime, trained: Trained, whole: WholeState, owner: int 
     plan, worker = runtime.view.plan, runtime.worker
     coordinate = plan.coordinate_of(worker)
     owns = own_places(trained) if runtime.view.works else {}
-    told = tell_all(runtime.mode.everybody, worker, {
-        "owns": list(owns.items()), "groups": settings_of(trained) if owns else [],
-    })  # fmt: skip
+    told = tell_all(runtime.mode.everybody, worker, list(owns.items()))
     if not runtime.view.works:
         whole = WholeState(states_of(trained), group_steps(trained))
     if coordinate is None:
@@ -119,11 +115,8 @@ def share_out(runtime: Runtime, trained: Trained, whole: WholeState, owner: int 
         publish_parameters(trained)
     if owner is None:
         return Kept(coordinate, runtime.view.works, None)
-    places, groups, here = places_said(told[owner]["owns"]), told[owner]["groups"], settings_of(trained)
-    part = {
-        where: Entry(place_among(places[where], groups, here), tensors)
-        for where, tensors in _cut(parameters, whole, sorted(places)).items()
-    }
+    places = places_said(told[owner])
+    part = {where: Entry(places[where], tensors) for where, tensors in _cut(parameters, whole, sorted(places)).items()}
     return Kept(coordinate, runtime.view.works, PartCopy(owner, part, max(steps, default=None)))
 
 

@@ -175,6 +175,19 @@ def test_an_error_of_its_own_has_survivors_save_what_they_hold(capsys: pytest.Ca
     assert "a bug" in capsys.readouterr().err
 
 
+def test_an_error_at_the_end_is_not_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its caller tells of the end; otherwise nobody would."""
+
+    def set_value(key: str, value: str) -> None:
+        raise ZeroDivisionError("a bug")
+
+    store = Played(*trained_until_a_death(), END)
+    monkeypatch.setattr(store, "set", set_value)
+    made = Coordinator(store, lambda event: None, JobSize(4, 1), [], clock=lambda: store.now)  # type: ignore[arg-type]
+    with pytest.raises(ZeroDivisionError):
+        made.run()
+
+
 def test_a_plan_that_can_not_be_published_has_them_save_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """They wait for it, and get the order in its place."""
     store = Played(*trained_until_a_death(), *REPORTED, saved(0))
