@@ -56,6 +56,7 @@ from megatron_resihp.control.transport.node_liveness import (
     join,
     records_address,
 )
+from megatron_resihp.control.transport.questions import gathering_s
 from megatron_resihp.control.transport.shipping import Relay, Uplink
 from megatron_resihp.control.transport.store import Store, StoreError
 from megatron_resihp.control.transport.store_client import Direct, StoreClient, open_connection
