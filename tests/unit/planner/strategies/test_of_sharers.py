@@ -17,6 +17,7 @@ from megatron_resihp.cost.training import Training
 from megatron_resihp.lab.baselines.lazarus import DISPATCHED
 from megatron_resihp.lab.strategies import FOR_SHARERS as BASELINES
 from megatron_resihp.plan import ParallelPlan
+from megatron_resihp.plan.layers import chunks_from
 from megatron_resihp.planner import NoPlanError
 from megatron_resihp.planner.evaluation import evaluate
 from megatron_resihp.planner.health import Health
@@ -161,6 +162,23 @@ class TestBySpeed:
         cost = replace(cost, sharings=cost.sharings[:1])
         found = BY_SPEED(plan, well(plan, 0, w9=0.5), cost)
         assert not set(bytes_to_move(plan, found, cost)) - set(range(8)), "only those of the first stage have to fetch"
+
+    @pytest.mark.parametrize("rounds", [8, 5, 2])
+    def test_each_of_an_interleaved_job_gets_a_micro_batch_for_each_stage_at_least(self, rounds: int) -> None:
+        plan, cost = of(sizes(1, 2, 8, expert=2, rounds=rounds))
+        turns = chunks_from([2, 1, 1, 2], stages=2)
+        plan = replace(plan, replicas=tuple(replace(each, chunks=turns) for each in plan.replicas))
+        for health in (well(plan, w1=0.1), well(plan, 1)):
+            found = BY_SPEED(plan, health, replace(cost, sharings=cost.sharings[:1]))
+            counts = [len(replica.micro_batches) for replica in found.replicas]
+            assert min(counts) >= 2 and sum(counts) == 8 * rounds
+
+    @pytest.mark.parametrize(("equal", "hands"), [(False, [11, 11, 10]), (True, [11, 11, 10])])
+    def test_those_that_share_get_equal_numbers_where_they_must(self, equal: bool, hands: list[int]) -> None:
+        job = sizes(1, 1, 4, expert=4, rounds=8)
+        plan, cost = of(replace(job, device=a100(memory_gib=1000, gbps=2400)))
+        found = BY_SPEED(plan, well(plan, 3), replace(cost, equal_rounds=equal))
+        assert [len(replica.micro_batches) for replica in found.replicas] == hands
 
     def test_a_change_that_does_not_pay_is_left(self) -> None:
         plan, cost = of(sizes(1, 1, 8, expert=2))

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs whose replicas share experts plan by speed: for a worker that becomes slow and well again on the emulated clock,
+and for one that dies. They train what stock Megatron trains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from jobs import Jobs, check_samples, tiny
+from stock_runs import LARGE_JOB_S, check_like_stock, forked_stock_steps
+from test_additional_rounds import FOUR, counts
+from test_expert_parallelism import OPTIMIZER, SHARED, WORKERS, degrees
+from test_loop import CLEARED, JOB_S, SLOW, TIME_SCALE, VICTIM, WITHIN
+
+from megatron_resihp.cost.profile import BUILT_IN
+
+pytestmark = pytest.mark.nightly
+
+
+@pytest.mark.since_megatron("0.19")
+@pytest.mark.usefixtures("compiled_planner")
+@pytest.mark.timeout(3 * JOB_S)
+def test_who_shares_with_a_slow_worker_gets_fewer_micro_batches_and_its_own_back(jobs: Jobs, tmp_path: Path) -> None:
+    """Of two pairs that share experts, that with the slow worker gets one micro-batch of four for each of its two."""
+    profile = json.loads((BUILT_IN / "h800.json").read_text())
+    (tmp_path / "profile.json").write_text(json.dumps({**profile, "time_scale": TIME_SCALE}))
+    layout = SHARED | {"train_iters": CLEARED + 24}
+    stock = forked_stock_steps(jobs, WORKERS, **layout)
+    arguments = tiny(
+        **layout, resihp_emulate=tmp_path / "profile.json", resihp_strategy="joint", resihp_act="act",
+        resihp_seconds_between_changes=1.0, resihp_inject=[f"slow:{VICTIM}:0.5@{SLOW}", f"clear@{CLEARED}"],
+    )  # fmt: skip
+    job = jobs.start(arguments, workers=WORKERS).wait(JOB_S)
+    check_like_stock(job, stock)
+    check_samples(job)
+    there, back = job.events("reconfiguration")
+    assert SLOW < there["resumed_iteration"] <= SLOW + WITHIN
+    assert CLEARED < back["resumed_iteration"] <= CLEARED + WITHIN
+    assert degrees(job) == [(2, 4), (2, 4), (2, 4)]
+    assert counts(job) == [[2, 2, 2, 2], [3, 3, 1, 1], [2, 2, 2, 2]]
+
+
+@pytest.mark.usefixtures("compiled_planner")
+def test_survivors_of_a_death_go_on_by_the_strategys_plan(jobs: Jobs) -> None:
+    """The lost worker's experts are made of copies of its part of the optimizer's state."""
+    layout = FOUR | OPTIMIZER
+    stock = forked_stock_steps(jobs, WORKERS, **layout)
+    asked = {"resihp_strategy": "joint", "resihp_plan_wait": 60.0, "resihp_inject": "kill:3@3:backward"}
+    job = jobs.start(tiny(**layout, **asked), workers=WORKERS).wait(LARGE_JOB_S)
+    check_like_stock(job, stock)
+    check_samples(job)
+    [planned] = job.events("planned")
+    assert planned["strategy"] == "joint" and planned.get("instead_of") is None
+    assert degrees(job) == [(4, 4), (3, 3)]
+    assert counts(job) == [[2, 2, 2, 2], [3, 3, 2]]
