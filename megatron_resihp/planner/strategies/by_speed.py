@@ -85,17 +85,22 @@ def _seconds_of_rows(degree: int, cost: JobCost, sharing: Sharing) -> Callable[[
 def _plan(
     blocks: tuple[tuple[Row, ...], ...], plan: ParallelPlan, health: Health, cost: JobCost, sharing: Sharing
 ) -> ParallelPlan:
-    """Those in a block share; each gets micro-batches by its speed."""
-    rounds, rest = divmod(cost.micro_batches, sharing.in_step)
+    """Those in a block share; each gets micro-batches by its speed. In one block some get one fewer, if they don't go
+    evenly into blocks."""
+    rounds = -(-cost.micro_batches // sharing.in_step)
+    lacking = rounds * sharing.in_step - cost.micro_batches
     chunks = plan.replicas[0].chunks
     # Megatron's interleaved schedule needs a micro-batch for each stage.
     more = len(plan.replicas[0].stages) - 1 if interleaves(chunks) else 0
-    blocks = blocks[: rounds // (1 + more)]
-    if rest or not blocks:
+    blocks = blocks[: (rounds - bool(lacking)) // (1 + more)]
+    if (lacking and cost.equal_rounds) or not blocks:
         raise NoPlanError(f"{cost.micro_batches} micro-batches can't be run by {sharing.in_step} replicas at a time")
 
     def with_counts(counts: list[int]) -> tuple[Replica, ...]:
-        hands = deal([count for count in counts for _ in range(sharing.in_step)])
+        each = [count for count in counts for _ in range(sharing.in_step)]
+        end = (counts.index(max(counts)) + 1) * sharing.in_step
+        each[end - lacking : end] = [count - 1 for count in each[end - lacking : end]]
+        hands = deal(each)
         places = range(len(blocks) * sharing.together)
         return tuple(
             Replica(tuple(row[n % sharing.together].members for row in blocks[n // sharing.together]),

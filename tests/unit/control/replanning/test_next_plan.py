@@ -344,11 +344,10 @@ class TestSharersThatPlanBySpeed:
         assert (plan.not_uniform, set(plan.working)) == (None, {0, 1, 2})
 
     def test_a_death_where_another_is_slow(self) -> None:
-        """Of the three that are left, who is slow has fewer micro-batches than in a uniform plan."""
-        survivors = self.survivors(0, 1, 2)
-        plan, _ = self.next_plan(survivors, w2=0.5)
+        """Who is slow has fewer micro-batches than in a uniform plan of the three that are left, or none."""
+        plan, _ = self.next_plan(self.survivors(0, 1, 2), w2=0.3)
         counts = {replica.stages[0][0]: len(replica.micro_batches) for replica in plan.replicas}
-        assert counts[0] + counts[1] >= 6 and counts.get(2, 0) <= 2
+        assert counts.get(2, 0) <= 1 and sum(counts.values()) == 8
 
     @pytest.mark.parametrize(("shared_out", "strategy"), [(True, "joint"), (False, None)])
     def test_experts_that_died_with_their_only_holder(self, shared_out: bool, strategy: str | None) -> None:

@@ -24,7 +24,7 @@ from megatron_resihp.events import replanning as policy_events
 from megatron_resihp.events.bus import EventBus
 from megatron_resihp.events.event import Event, stamped
 from megatron_resihp.events.replanning import Planned
-from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard, spelled_out
+from megatron_resihp.plan import Chunk, ParallelPlan, Replica, spelled_out
 from megatron_resihp.planner import JobShape
 from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.messages import JobStarted, ModelBuilt, PlanRequest, ProcessExited, Ready, SurvivorReport
