@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +12,7 @@ from megatron_resihp.control.replanning.health import Speeds
 from megatron_resihp.control.replanning.policy import Action, AskPlanner, Policy, Recommend, Settings
 from megatron_resihp.control.replanning.trial import Outcome
 from megatron_resihp.events.detection import Verdict
-from megatron_resihp.plan import ParallelPlan, Replica, even_chunks
-from megatron_resihp.protocol.job import JobDescription
+from megatron_resihp.plan import ParallelPlan, Replica
 from megatron_resihp.protocol.planning import NoPlan, PlanFound, PlannerAnswer
 
 PLAN = ParallelPlan((Replica(((0,), (2,)), (0, 2)), Replica(((1,), (3,)), (1, 3))))

@@ -19,7 +19,7 @@ def check(context: int = 1, experts: int = 1, **ours: Any) -> None:
 def test_such_a_job_plans_by_speed_or_uniformly(sizes: dict[str, int]) -> None:
     for strategy in ("uniform", "joint"):
         check(**sizes, resihp_strategy=strategy, resihp_emulate="h800")
-    with pytest.raises(ConfigError, match="--resihp-strategy recycle doesn't know of .* that replicas share"):
+    with pytest.raises(ConfigError, match=r"--resihp-strategy recycle doesn't know of .* that replicas share"):
         check(**sizes, resihp_strategy="recycle")
     check(resihp_strategy="recycle")
 
