@@ -125,6 +125,19 @@ class TestUniform:
         assert (len(found.replicas), found.context_parallel) == (3, 1)
 
 
+    def test_of_an_interleaved_job_as_many_work_as_get_a_micro_batch_for_each_stage(self) -> None:
+        plan, cost = interleaved(rounds=1)
+        found = UNIFORM(plan, well(plan, 1), cost)
+        assert [len(replica.micro_batches) for replica in found.replicas] == [2, 2, 2, 2]
+
+
+def interleaved(rounds: int) -> tuple[ParallelPlan, JobCost]:
+    """A job of eight replicas, of two stages with two chunks each."""
+    plan, cost = of(sizes(1, 2, 8, expert=2, rounds=rounds))
+    turns = chunks_from([2, 1, 1, 2], stages=2)
+    return replace(plan, replicas=tuple(replace(each, chunks=turns) for each in plan.replicas)), cost
+
+
 class TestBySpeed:
     def test_slow_workers_share_with_each_other_and_get_less(self) -> None:
         job = sizes(1, 1, 8, expert=2, rounds=8)
@@ -166,9 +179,7 @@ class TestBySpeed:
 
     @pytest.mark.parametrize("rounds", [8, 5, 2])
     def test_each_of_an_interleaved_job_gets_a_micro_batch_for_each_stage_at_least(self, rounds: int) -> None:
-        plan, cost = of(sizes(1, 2, 8, expert=2, rounds=rounds))
-        turns = chunks_from([2, 1, 1, 2], stages=2)
-        plan = replace(plan, replicas=tuple(replace(each, chunks=turns) for each in plan.replicas))
+        plan, cost = interleaved(rounds)
         for health in (well(plan, w1=0.1), well(plan, 1)):
             found = BY_SPEED(plan, health, replace(cost, sharings=cost.sharings[:1]))
             counts = [len(replica.micro_batches) for replica in found.replicas]
