@@ -122,11 +122,13 @@ def test_a_change_has_to_pay_within_a_finite_time() -> None:
     assert cost_of_job(JOB, 8, 8, OWN, None).until_next_event_s == UNTIL_NEXT_EVENT_S
 
 
-def fitted(*chunk_seconds: tuple[float, ...], workload: float = 128.0) -> CostModel:
-    """Ops that always take the same time: F the seconds of each stage's chunks, B twice that. `workload`: tokens."""
+def fitted(*chunk_seconds: tuple[float, ...], of_tokens: float = 1.0) -> CostModel:
+    """Ops of micro-batches of more and of fewer tokens, which take as much longer: F the seconds of each stage's
+    chunks, B twice that. `of_tokens`: what a worker has of them."""
     forward = np.array(chunk_seconds)[:, None, :, None]
-    seconds = np.concatenate([forward, 2 * forward, np.full_like(forward, np.nan)], axis=1) * np.ones(30)
-    tokens, squares = np.full(30, workload), np.full(30, workload * 64)
+    size = np.linspace(0.5, 1.5, 30)
+    seconds = np.concatenate([forward, 2 * forward, np.full_like(forward, np.nan)], axis=1) * size
+    tokens, squares = 128.0 * of_tokens * size, 128.0 * 64 * of_tokens * size
     nothing = fit(tokens, squares, np.full(seconds.shape, np.nan))
     collectives = replace(nothing, gamma=np.zeros(seconds.shape[:-1]))
     return CostModel(fit(tokens, squares, seconds), collectives)
@@ -144,7 +146,7 @@ def test_what_was_measured_goes_before_the_peak() -> None:
 
 def test_those_that_share_sequences_have_measured_their_parts() -> None:
     shared = replace(JOB, sharings=(Sharing(2), Sharing()))
-    cost = cost_of_job(shared, 8, 8, OWN, fitted((0.3,), (0.5,), workload=64.0))
+    cost = cost_of_job(shared, 8, 8, OWN, fitted((0.3,), (0.5,), of_tokens=0.5))
     assert cost.seconds(2)[F, :3].sum() == pytest.approx(0.6)
     assert cost.shared(2, 1).seconds(2)[F, :3].sum() == pytest.approx(0.3)
 
