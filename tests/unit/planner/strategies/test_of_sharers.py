@@ -124,7 +124,6 @@ class TestUniform:
         found = UNIFORM(plan, well(plan, 5), cost)
         assert (len(found.replicas), found.context_parallel) == (3, 1)
 
-
     def test_of_an_interleaved_job_as_many_work_as_get_a_micro_batch_for_each_stage(self) -> None:
         plan, cost = interleaved(rounds=1)
         found = UNIFORM(plan, well(plan, 1), cost)
