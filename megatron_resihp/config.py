@@ -16,6 +16,7 @@ INJECTION_POINTS = (
 )  # fmt: skip
 
 UNIFORM: Final = "uniform"
+JOINT: Final = "joint"
 STRATEGIES: Final = (
     UNIFORM,
     "drop-replica",
@@ -28,7 +29,7 @@ STRATEGIES: Final = (
     "resihp-paper",
     "malleus",
     "adaptis",
-    "joint",
+    JOINT,
 )
 """Strategies that can plan in place."""
 ACTS: Final = ("observe", "ask", "act")

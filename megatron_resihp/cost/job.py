@@ -52,6 +52,7 @@ class JobCost:
             state, which stays until the plan is in force.
         sharings: how many replicas may share each sequence and each layer's experts, the job's own numbers first.
         replica_workers: of each replica, in jobs whose replicas share; None: of any number.
+        equal_rounds: replicas that share experts must have equally many micro-batches.
     """
 
     model: Model
@@ -70,6 +71,7 @@ class JobCost:
     beside: int = 0
     sharings: tuple[Sharing, ...] = (Sharing(),)
     replica_workers: int | None = None
+    equal_rounds: bool = False
 
     @property
     def layers(self) -> int:

@@ -5,6 +5,7 @@ Imports numpy, `plan`, `protocol.planning` and this package.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -20,6 +21,7 @@ from megatron_resihp.cost.room import usable
 from megatron_resihp.cost.training import Training, TrainingError, training_of_job
 from megatron_resihp.pipeline.op import OpKind
 from megatron_resihp.plan import Chunk, OwnSplit
+from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.protocol.planning import KnownJob
 
 _FLOPS: Final = 312e12
@@ -69,6 +71,8 @@ def cost_of_job(
         raise UnknownCost(str(error)) from None
     if len(model.layers) != own[-1].end:
         raise UnknownCost(f"the arguments give {len(model.layers)} layers, the job has {own[-1].end}")
+    shared = job.sharings[0]
+    training = replace(training, expert_groups=job.tensor_parallel // (shared.members or job.tensor_parallel))
     memory = usable(job.device_memory or _MEMORY, job.memory_reserve)
     host = job.host_memory or 0
     device, alone, measured = Device(_FLOPS, bandwidth=_BANDWIDTH, memory=memory, host=host), None, {}
@@ -77,7 +81,7 @@ def cost_of_job(
         device = _emulated_device(profile, model, training, memory, workers)
         measured = {degree: _emulated_seconds(profile, model, training, degree) for degree in range(1, workers + 1)}
     elif fitted is not None:
-        alone = _fitted_seconds(fitted, model, training, own, job.tensor_parallel)
+        alone = _fitted_seconds(fitted, model, training, own, job.tensor_parallel, shared.context)
     through_host = job.carrier == HOST and not job.emulated
     return JobCost(
         model=model, training=training, device=device, micro_batches=job.micro_batches,
@@ -86,6 +90,9 @@ def cost_of_job(
         unlike_bandwidth=_HOST_BANDWIDTH if through_host else float("inf"),
         state_bandwidth=float("inf") if job.emulated else _HOST_BANDWIDTH,  # whatever carries results
         host_sums=HostSums(tuple(own), _HOST_SUMS_BANDWIDTH) if through_host else None,
+        sharings=job.sharings,
+        replica_workers=None if job.sharings == (Sharing(),) else job.tensor_parallel * len({each[0] for each in own}),
+        equal_rounds=job.equal_rounds,
     )  # fmt: skip
 
 
@@ -120,17 +127,21 @@ def _emulated_seconds(profile: emulated.DeviceProfile, model: Model, training: T
 
 
 def _fitted_seconds(
-    fitted: CostModel, model: Model, training: Training, own: Sequence[Chunk], degree: int
+    fitted: CostModel, model: Model, training: Training, own: Sequence[Chunk], degree: int, context: int
 ) -> Array | None:
     """Seconds of F, B and W of each layer on a device alone, [3, layers]: each chunk's time, divided by FLOPs.
 
     None if the fit is of other stages or chunks, or lacks some of them.
+
+    Args:
+        context: how many replicas shared each sequence when the costs were learned: each did so small a part of a
+            micro-batch.
     """
     stages = 1 + max(chunk.stage for chunk in own)
     if fitted.ops.gamma.shape[0] != stages or fitted.ops.gamma.shape[2] * stages < len(own):
         return None
-    durations = fitted.durations(np.arange(stages), np.full((stages, 1), training.tokens), np.full((stages, 1),
-                                 training.squares))[..., 0]  # fmt: skip
+    part = (np.full((stages, 1), whole / context) for whole in (training.tokens, training.squares))
+    durations = context * fitted.durations(np.arange(stages), *part)[..., 0]
     work = _work(model, training, degree)
     alone = np.zeros(work.shape)
     for number, (stage, first, end) in enumerate(own):

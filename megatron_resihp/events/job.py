@@ -34,6 +34,12 @@ class Job(Event):
     expert_members: Annotated[
         int | None, "members of a stage that have a cut each of the same experts; 0: all have"
     ] = None
+    sharings: Annotated[
+        tuple[tuple[int, int, int], ...] | None,
+        "`[context, experts, members]`: how many replicas may share each sequence and each layer's experts, and how "
+        "many members of a stage have the same experts (0: all), the job's own first",
+    ] = None
+    equal_rounds: Annotated[bool | None, "replicas that share experts must have equally many micro-batches"] = None
     chunks: Annotated[
         tuple[tuple[int, int, int], ...] | None, "`[stage, first, end]`: the layers of each stage at the start"
     ] = None

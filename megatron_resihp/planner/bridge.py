@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asks a named strategy for a running job's next plan, and checks that the job can run it.
 
-Imports numpy, `plan`, `protocol`, `cost` and this package; the strategies only on demand, since that takes a while.
+Imports numpy, `config`, `plan`, `protocol`, `cost` and this package; the strategies only on demand, since that takes a
+while.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 
+from megatron_resihp.config import JOINT
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.memory import check_plan
 from megatron_resihp.cost.room import check_change, check_host
@@ -17,18 +19,27 @@ from megatron_resihp.planner.uniform import NoPlanError
 from megatron_resihp.protocol.planning import PlanFound
 
 
-def strategy_named(name: str) -> Strategy:
+def strategy_named(name: str, shares: bool = False) -> Strategy:
     """A strategy whose plans a job can change to in place.
+
+    Args:
+        name: as users give it. `joint` stands for `by-speed` where replicas share sequences or experts.
+        shares: whether they do.
 
     Raises:
         NoPlanError: there is no such strategy.
     """
+    from megatron_resihp.planner.strategies.by_speed import by_speed
     from megatron_resihp.planner.strategies.joint import Settings, joint
     from megatron_resihp.planner.strategies.registry import STRATEGIES, Change
 
+    if shares:
+        if name != JOINT:
+            raise NoPlanError(f"{name} doesn't know of sequences or experts that replicas share")
+        return by_speed
     if name not in STRATEGIES or STRATEGIES[name].change is not Change.IN_PLACE:
         raise NoPlanError(f"there is no strategy {name} that changes a job in place")
-    if name == "joint":
+    if name == JOINT:
         return lambda plan, health, cost: joint(plan, health, cost, Settings(zero_bubble=cost.training.splits_backward))
     return STRATEGIES[name].strategy
 
@@ -53,7 +64,7 @@ def propose(
     from megatron_resihp.planner.moves import seconds_to_get_there
 
     before = spelled_out(plan, own)
-    after = plainly_ordered(strategy_named(name)(before, health, cost))
+    after = plainly_ordered(strategy_named(name, cost.shares)(before, health, cost))
     require_runnable(after, health, cost)
     alive = set(before.working) <= health.speed.keys()
     if after.replicas != before.replicas:

@@ -12,8 +12,18 @@ from typing import Annotated, Any, Self, get_args
 from megatron_resihp.coding import Between
 from megatron_resihp.config import HOST, MEMORY_RESERVE
 from megatron_resihp.plan import ParallelPlan
+from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.protocol.job import JobDescription
-from megatron_resihp.protocol.values import MOST_MICRO_BATCHES, Degree, Finite, LayerChunk, Natural, Positive, Worker
+from megatron_resihp.protocol.values import (
+    MOST_MICRO_BATCHES,
+    Degree,
+    Finite,
+    LayerChunk,
+    Natural,
+    Positive,
+    Sharers,
+    Worker,
+)
 from megatron_resihp.protocol.wire import Kinds
 
 
@@ -30,6 +40,8 @@ class KnownJob:
         memory_reserve: percent of it that plans leave free.
         carrier: what carries gradients and results under a heterogeneous plan, one of config.CARRIERS.
         host_memory: bytes that each worker may take of the host's for its state; None: unknown.
+        sharings: how many replicas may share each sequence and each layer's experts, the job's own numbers first.
+        equal_rounds: those that share experts must have equally many micro-batches.
     """
 
     tensor_parallel: Degree
@@ -40,10 +52,14 @@ class KnownJob:
     memory_reserve: Finite = MEMORY_RESERVE
     carrier: str = HOST
     host_memory: Natural | None = None
+    sharings: tuple[Sharers, ...] = (Sharing(),)
+    equal_rounds: bool = False
 
     @classmethod
-    def of(cls, job: JobDescription, arguments: dict[str, Any] | None) -> Self:
-        """What workers have told of a job, and of its model's arguments."""
+    def of(
+        cls, job: JobDescription, arguments: dict[str, Any] | None, sharings: tuple[Sharing, ...] = (Sharing(),)
+    ) -> Self:
+        """What workers have told of a job, and of its model's arguments. `sharings`: what follows from that."""
         return cls(
             job.tensor_parallel,
             job.micro_batches,
@@ -53,6 +69,8 @@ class KnownJob:
             job.memory_reserve,
             job.carrier,
             job.host_memory,
+            sharings,
+            bool(job.equal_rounds),
         )
 
 

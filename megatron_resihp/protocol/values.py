@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final
 
 from megatron_resihp.coding import Between, Holds, Matches
 from megatron_resihp.plan import Chunk, Shard
+from megatron_resihp.plan.rules import Sharing
 
 MOST_LAYERS: Final = 10_000
 MOST_SHARES: Final = 4096
@@ -27,6 +28,10 @@ def _is_shard(shard: Shard) -> bool:
 
 def _is_chunk(chunk: Chunk) -> bool:
     return all(0 <= number <= MOST_LAYERS for number in chunk)
+
+
+def _is_sharing(sharing: Sharing) -> bool:
+    return min(sharing[:2]) >= 1 and sharing.members >= 0 and max(sharing) <= MOST_SHARES
 
 
 Natural = Annotated[int, Between(0)]
@@ -48,6 +53,7 @@ Epoch = Natural
 HeldShard = Annotated[Shard, Holds(_is_shard, "a shard: layers first to end, ranks below their degrees")]
 HeldShards = tuple[HeldShard, ...]
 LayerChunk = Annotated[Chunk, Holds(_is_chunk, f"a chunk: stage, first and end, up to {MOST_LAYERS}")]
+Sharers = Annotated[Sharing, Holds(_is_sharing, "how many replicas share sequences and experts")]
 DigestKey = Annotated[str, Matches(r"-?\d{1,18}(/-?\d{1,18}){1,4}", "two to five numbers with slashes between them")]
 """See `control.coordination.digests`."""
 LetterId = Annotated[str, Holds(lambda text: 0 < len(text) <= LONGEST_ID, "a short text")]

@@ -7,6 +7,7 @@ Pure; imports `plan`, `protocol`, `events` and this package.
 from collections.abc import Collection, Iterable
 
 from megatron_resihp.control.replanning.change import Change
+from megatron_resihp.control.replanning.inventory import sharings_of
 from megatron_resihp.events.epochs import EpochStarted, Reconfiguration, Recovery
 from megatron_resihp.events.job import Job
 from megatron_resihp.events.training import Agreed
@@ -28,6 +29,8 @@ def job_described(worker: int, job: JobDescription) -> Job:
         context_parallel=job.context_parallel,
         expert_parallel=job.expert_parallel,
         expert_members=job.expert_members,
+        sharings=sharings_of(job),
+        equal_rounds=bool(job.equal_rounds),
         micro_batches=job.micro_batches,
         chunks=job.chunks,
         micro_batch_group=job.micro_batch_group,

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Shard
 from megatron_resihp.plan.copies import lost_parts
+from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.plan.slices import (
     NO_EXPERT,
     cuts_of,
@@ -70,22 +71,31 @@ class Survivors:
     @property
     def known(self) -> KnownJob:
         """What the costs of plans depend on."""
-        return KnownJob.of(self.job, self.arguments)
+        return KnownJob.of(self.job, self.arguments, self.shape.sharings)
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether the state is in the parts of a distributed optimizer and their copies."""
+        return self.shape.distributed_optimizer and self.running is not None
 
 
 def shape_of(job: JobDescription, workers_per_node: int) -> JobShape:
     """The sizes of a job, as its workers have told them."""
+    return JobShape(
+        job.tensor_parallel, job.pipeline_parallel, job.micro_batches, workers_per_node, job.micro_batch_group,
+        job.distributed_optimizer, job.spread_replicas, sharings_of(job), bool(job.equal_rounds),
+    )  # fmt: skip
+
+
+def sharings_of(job: JobDescription) -> tuple[Sharing, ...]:
+    """How many replicas may share each sequence and each layer's experts, the job's own numbers first."""
     members = job.tensor_parallel if job.sequence_parallel else 1
     groups = job.tensor_parallel // (job.expert_members or job.tensor_parallel)
     context, sharers = job.context_parallel, job.expert_parallel
     contexts = (context,) if job.keeps_context else context_degrees(context, job.seq_length, members)
     keeps = sharers == 1 or job.keeps_experts
     experts = (sharers,) if keeps else expert_degrees(sharers, job.experts // groups)
-    return JobShape(
-        job.tensor_parallel, job.pipeline_parallel, job.micro_batches, workers_per_node, job.micro_batch_group,
-        job.distributed_optimizer, job.spread_replicas,
-        sharings(contexts, experts, job.expert_members, keeps_ratio(job)), bool(job.equal_rounds),
-    )  # fmt: skip
+    return sharings(contexts, experts, job.expert_members, keeps_ratio(job))
 
 
 def keeps_ratio(job: JobDescription) -> bool:
@@ -94,11 +104,25 @@ def keeps_ratio(job: JobDescription) -> bool:
     return bool(job.experts) and not job.pipeline_last and job.pipeline_parallel > 1
 
 
-def lacking(held: Held, layers: int) -> tuple[Shard, ...]:
-    """The parts of a model of so many layers that no worker holds."""
+def lacking(held: Held, layers: int, in_parts: bool = False) -> tuple[Shard, ...]:
+    """The parts of a model of so many layers that no worker holds.
+
+    Args:
+        held: what workers do.
+        layers: of the model.
+        in_parts: the state is in the parts of a distributed optimizer and their copies, and all of them are there.
+            Parameters are what masters give when rounded, so parts have experts that no survivor has.
+    """
+    if in_parts:
+        held = {worker: without_experts(shards) for worker, shards in held.items()}
     grain = _grain(held.values())
     everything = _cells([Shard(0, layers, 0, 1)], grain)
     return _as_shards(everything - _union(held, grain), grain)
+
+
+def without_experts(shards: tuple[Shard, ...]) -> tuple[Shard, ...]:
+    """What replicas that share experts hold of all else."""
+    return tuple(each._replace(expert_rank=0, expert_degree=1, expert_members=0) for each in shards)
 
 
 def require_all_parts(running: ParallelPlan, survivors: Iterable[int]) -> None:
@@ -176,11 +200,9 @@ def _of_sharers(
 ) -> ParallelPlan:
     """The same of survivors that hold shares of experts and all the rest of a shard. What is a share of the experts
     only is of no use to a standby."""
-    dense = {worker: tuple(each._replace(expert_rank=0, expert_degree=1) for each in held[worker]) for worker in held}
-    exact = {each: coordinate_at(own, dense[each], shape.tensor_parallel) for each in held}
+    exact = {each: coordinate_at(own, without_experts(held[each]), shape.tensor_parallel) for each in held}
     plan = plan_uniform(shape, exact, previous)
-    # Parameters are what masters give when rounded, so parts have experts that no survivor has.
-    lost = () if in_parts else lacking(held, own[-1].end)
+    lost = lacking(held, own[-1].end, in_parts)
     if lost:
         first = lost[0]
         which = f"share {first.expert_rank} of {first.expert_degree} of the experts of layer {first.first}"

@@ -12,6 +12,7 @@ from megatron_resihp.events.event import Event
 from megatron_resihp.events.job import Job, Model
 from megatron_resihp.events.workers import NodeLeft, WorkerDead, WorkersLeft, WorkerWaiting
 from megatron_resihp.plan import Chunk, ParallelPlan
+from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.protocol.planning import KnownJob
 
 
@@ -59,6 +60,12 @@ class JobFacts:
         """The strategy that plans when workers die."""
         return (self.job.strategy if self.job is not None else None) or UNIFORM
 
+    @property
+    def sharings(self) -> tuple[Sharing, ...]:
+        """How many replicas may share each sequence and each layer's experts; the job's own numbers first."""
+        told = self.job.sharings if self.job is not None else None
+        return tuple(Sharing(*each) for each in told or ((),))
+
     def known(self) -> tuple[KnownJob, tuple[Chunk, ...]]:
         """What costs depend on, and the job's own split into layers."""
         job = self.job
@@ -68,6 +75,6 @@ class JobFacts:
         reserve = MEMORY_RESERVE if job.memory_reserve is None else job.memory_reserve
         known = KnownJob(
             job.tensor_parallel, job.micro_batches, arguments, job.emulated, job.device_memory, reserve,
-            job.carrier or HOST, job.host_memory,
+            job.carrier or HOST, job.host_memory, self.sharings, bool(job.equal_rounds),
         )  # fmt: skip
         return known, tuple(Chunk(*chunk) for chunk in job.chunks)

@@ -104,6 +104,7 @@ class Planners:
         shape = JobShape(
             known.tensor_parallel, facts.job.pipeline_parallel or 1, known.micro_batches, self._sizes[1],
             facts.job.micro_batch_group, bool(facts.job.distributed_optimizer), bool(facts.job.spread_replicas),
+            facts.sharings, known.equal_rounds,
         )  # fmt: skip
         try:
             plan = initial_plan(shape, self._workers, bool(facts.job.pipeline_last))

@@ -45,21 +45,17 @@ class Settings:
         act: "observe": say what would be done; "ask": propose it to people; "act": do it.
         seconds_between_changes: least time from one change by choice to the next.
         begins_with_a_plan: whether to ask for a plan as the job begins, and to take it at once.
-        known_to_planners: whether they know such jobs. They know of no sequences or experts that replicas share.
     """
 
     act: str = OBSERVE
     seconds_between_changes: float = 60.0
     begins_with_a_plan: bool = False
-    known_to_planners: bool = True
 
     @classmethod
     def of(cls, job: Job) -> Self:
         """How the job wants changes made; what its workers have not said is as usual."""
         between = cls.seconds_between_changes if job.seconds_between_changes is None else job.seconds_between_changes
-        sharers = max(job.context_parallel or 1, job.expert_parallel or 1)
-        known = sharers == 1 and not job.expert_members
-        return cls(job.act or cls.act, between, bool(job.begins_with_a_plan), known)
+        return cls(job.act or cls.act, between, bool(job.begins_with_a_plan))
 
 
 @dataclass(frozen=True)
@@ -338,7 +334,7 @@ class Policy:
         return [outcome, *self._decide(now)]
 
     def _ask(self) -> list[Action]:
-        if self._plan is None or not self._settings.known_to_planners:
+        if self._plan is None:
             return []
         self._asked += 1
         self._candidate = None

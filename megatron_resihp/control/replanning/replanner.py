@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from megatron_resihp.config import UNIFORM
+from megatron_resihp.config import JOINT, UNIFORM
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.replanning.change import arrival
 from megatron_resihp.control.replanning.health import Speeds
@@ -45,7 +45,7 @@ FOLLOWED: Final[tuple[type[Event], ...]] = (
     Iteration, WorkerWaiting, WorkerDead, WorkersLeft, NodeLeft, told.Planned, told.PlanFailed,
 )  # fmt: skip
 """Events that planning needs."""
-FOR_LOOKING_ON: Final = "joint"
+FOR_LOOKING_ON: Final = JOINT
 """The strategy whose plans are compared where the job has none that reacts to slow workers."""
 COST_MODEL: Final = "cost_model.json"
 

@@ -3,7 +3,7 @@
 
 import argparse
 
-from megatron_resihp.config import UNIFORM, ConfigError, ResihpConfig
+from megatron_resihp.config import JOINT, UNIFORM, ConfigError, ResihpConfig
 
 
 def size_of_replica(args: argparse.Namespace) -> int:
@@ -30,9 +30,8 @@ def check_sharing(config: ResihpConfig, args: argparse.Namespace) -> None:
 
 def _check_ours(config: ResihpConfig, given: str, what: str) -> None:
     unknown = {
-        f"--resihp-strategy {config.resihp_strategy}": config.resihp_strategy != UNIFORM,
+        f"--resihp-strategy {config.resihp_strategy}": config.resihp_strategy not in (UNIFORM, JOINT),
         "--resihp-plan auto": config.begins_with_a_plan,
-        "--resihp-emulate": config.resihp_emulate is not None,
         "--resihp-spread-replicas": config.resihp_spread_replicas,
     }
     found = next((flag for flag, is_given in unknown.items() if is_given), None)

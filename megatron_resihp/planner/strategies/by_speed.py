@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.room import check_change
 from megatron_resihp.plan import ParallelPlan, PlanError, Replica, deal, even_counts
+from megatron_resihp.plan.layers import interleaves
 from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.planner.evaluation import evaluate, nearest, run_of
 from megatron_resihp.planner.health import Health
@@ -84,16 +85,23 @@ def _seconds_of_rows(degree: int, cost: JobCost, sharing: Sharing) -> Callable[[
 def _plan(
     blocks: tuple[tuple[Row, ...], ...], plan: ParallelPlan, health: Health, cost: JobCost, sharing: Sharing
 ) -> ParallelPlan:
-    """Those in a block share; each gets micro-batches by its speed."""
-    rounds, rest = divmod(cost.micro_batches, sharing.in_step)
-    blocks = blocks[:rounds]
-    if rest or not blocks:
+    """Those in a block share; each gets micro-batches by its speed. In one block some get one fewer, if they don't go
+    evenly into blocks."""
+    rounds = -(-cost.micro_batches // sharing.in_step)
+    lacking = rounds * sharing.in_step - cost.micro_batches
+    chunks = plan.replicas[0].chunks
+    # Megatron's interleaved schedule needs a micro-batch for each stage.
+    more = len(plan.replicas[0].stages) - 1 if interleaves(chunks) else 0
+    blocks = blocks[: (rounds - bool(lacking)) // (1 + more)]
+    if (lacking and cost.equal_rounds) or not blocks:
         raise NoPlanError(f"{cost.micro_batches} micro-batches can't be run by {sharing.in_step} replicas at a time")
 
     def with_counts(counts: list[int]) -> tuple[Replica, ...]:
-        hands = deal([count for count in counts for _ in range(sharing.in_step)])
+        each = [count for count in counts for _ in range(sharing.in_step)]
+        end = (counts.index(max(counts)) + 1) * sharing.in_step
+        each[end - lacking : end] = [count - 1 for count in each[end - lacking : end]]
+        hands = deal(each)
         places = range(len(blocks) * sharing.together)
-        chunks = plan.replicas[0].chunks
         return tuple(
             Replica(tuple(row[n % sharing.together].members for row in blocks[n // sharing.together]),
                     hands[n // sharing.context], chunks)
@@ -101,7 +109,9 @@ def _plan(
         )  # fmt: skip
 
     even = ParallelPlan(with_counts(list(even_counts(rounds, len(blocks)))), {}, (), False, *sharing)
-    counts = fastest_shares([_pace(even, number, health, cost, sharing) for number in range(len(blocks))], rounds)
+    paces = [_pace(even, number, health, cost, sharing) for number in range(len(blocks))]
+    after_those = [(first + more * further, further) for first, further in paces]
+    counts = [more + count for count in fastest_shares(after_those, rounds - more * len(blocks))]
     return next_plan(with_counts(counts), plan, health, cost, sharing=sharing)
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.memory import check_plan
 from megatron_resihp.plan import ParallelPlan
+from megatron_resihp.plan.layers import interleaves
 from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.strategies.common import next_plan, spelt_out
@@ -29,8 +30,10 @@ def uniform(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
         pipeline_parallel=len(first.stages),
         micro_batches=cost.micro_batches,
         workers_per_node=cost.workers_per_node,
+        micro_batch_group=len(first.stages) if interleaves(first.chunks) else None,
         distributed_optimizer=cost.training.distributed_optimizer,
         sharings=cost.sharings,
+        equal_rounds=cost.equal_rounds,
     )
     held = {worker: plan.coordinate_of(worker) for worker in health.live}
 

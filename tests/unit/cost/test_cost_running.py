@@ -24,6 +24,7 @@ from megatron_resihp.integration.support import TABLE, Evidence
 from megatron_resihp.pipeline.op import OpKind
 from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Replica, even_chunks
 from megatron_resihp.plan.replica import shards_at
+from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.planner.evaluation import evaluate
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.search.quick import iteration_seconds
@@ -121,11 +122,13 @@ def test_a_change_has_to_pay_within_a_finite_time() -> None:
     assert cost_of_job(JOB, 8, 8, OWN, None).until_next_event_s == UNTIL_NEXT_EVENT_S
 
 
-def fitted(*chunk_seconds: tuple[float, ...]) -> CostModel:
-    """Ops that always take the same time: F the seconds of each stage's chunks, B twice that."""
+def fitted(*chunk_seconds: tuple[float, ...], of_tokens: float = 1.0) -> CostModel:
+    """Ops of micro-batches of more and of fewer tokens, which take as much longer: F the seconds of each stage's
+    chunks, B twice that. `of_tokens`: what a worker has of them."""
     forward = np.array(chunk_seconds)[:, None, :, None]
-    seconds = np.concatenate([forward, 2 * forward, np.full_like(forward, np.nan)], axis=1) * np.ones(30)
-    tokens, squares = np.full(30, 128.0), np.full(30, 128.0 * 64)
+    size = np.linspace(0.5, 1.5, 30)
+    seconds = np.concatenate([forward, 2 * forward, np.full_like(forward, np.nan)], axis=1) * size
+    tokens, squares = 128.0 * of_tokens * size, 128.0 * 64 * of_tokens * size
     nothing = fit(tokens, squares, np.full(seconds.shape, np.nan))
     collectives = replace(nothing, gamma=np.zeros(seconds.shape[:-1]))
     return CostModel(fit(tokens, squares, seconds), collectives)
@@ -139,6 +142,22 @@ def test_what_was_measured_goes_before_the_peak() -> None:
     assert seconds[[B, W], :3].sum() == pytest.approx(0.6)
     assert seconds[F, 1] == pytest.approx(seconds[F, 2]), "layers alike take as long"
     assert cost.seconds(1)[F, 1] > 1.5 * seconds[F, 1]
+
+
+def test_those_that_share_sequences_have_measured_their_parts() -> None:
+    shared = replace(JOB, sharings=(Sharing(2), Sharing()))
+    cost = cost_of_job(shared, 8, 8, OWN, fitted((0.3,), (0.5,), of_tokens=0.5))
+    assert cost.seconds(2)[F, :3].sum() == pytest.approx(0.6)
+    assert cost.shared(2, 1).seconds(2)[F, :3].sum() == pytest.approx(0.3)
+
+
+def test_replicas_that_share_are_of_the_jobs_own_size() -> None:
+    experts = {**MODEL, "num_experts": 8, "moe_ffn_hidden_size": 512, "sequence_parallel": True}
+    told = replace(JOB, arguments=experts, sharings=(Sharing(1, 4, 1), Sharing(1, 2, 1)), equal_rounds=True)
+    cost = cost_of_job(told, 16, 8, OWN, None)
+    assert cost.shares and (cost.replica_workers, cost.equal_rounds) == (4, True)
+    assert (cost.sharings, cost.training.expert_groups) == (told.sharings, 2)
+    assert not cost_of_job(JOB, 8, 8, OWN, None).shares
 
 
 def test_chunks_of_an_interleaved_pipeline_are_measured_apart() -> None:

@@ -17,6 +17,7 @@ from megatron_resihp.planner.bridge import plainly_ordered, propose, strategy_na
 from megatron_resihp.planner.evaluation import evaluate
 from megatron_resihp.planner.moves import bytes_to_move
 from megatron_resihp.planner.strategies import joint as search
+from megatron_resihp.planner.strategies.by_speed import by_speed
 from megatron_resihp.planner.strategies.joint import joint
 from megatron_resihp.planner.strategies.registry import STRATEGIES, Change
 
@@ -43,6 +44,12 @@ def test_layers_that_cannot_split_their_backward_get_no_zero_bubble(
     plan = first_plan(cost, 2, 2, 2)
     strategy_named("joint")(plan, healthy(plan), cost)
     assert [(each.zero_bubble, each.uneven) for each in asked] == [(splits, False)]
+
+
+def test_where_replicas_share_joint_plans_by_speed_and_others_do_not_plan() -> None:
+    assert strategy_named("joint", shares=True) is by_speed
+    with pytest.raises(NoPlanError, match="recycle doesn't know of sequences or experts that replicas share"):
+        strategy_named("recycle", shares=True)
 
 
 IN_TURNS = chunks_from([3, 2, 2, 3], stages=2)
@@ -83,7 +90,7 @@ def test_no_recovery_puts_a_distributed_optimizer_together_where_the_host_lacks_
     cost = replace(cost, training=replace(cost.training, distributed_optimizer=True, shared_by=OwnSplit(own, 1)))
     others = (Chunk(0, 0, 3), Chunk(1, 3, cost.layers))
     after = ParallelPlan((replace(before.replicas[0], chunks=others, micro_batches=(0, 1, 2, 3)),))
-    monkeypatch.setattr(bridge, "strategy_named", lambda name: lambda plan, health, cost: after)
+    monkeypatch.setattr(bridge, "strategy_named", lambda name, shares: lambda plan, health, cost: after)
 
     def asked(host: int) -> ParallelPlan:
         known = replace(cost, device=replace(cost.device, host=host))

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from megatron_resihp.coding import Between, Matches, Repeated
 from megatron_resihp.coding.decoding import MOST_CHARACTERS
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard
+from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.protocol.answers import ANSWERS
 from megatron_resihp.protocol.logs import CheckpointNote, Scalar, Text, WandbRow
 from megatron_resihp.protocol.messages import MESSAGES
@@ -24,7 +25,7 @@ from megatron_resihp.protocol.notices import NOTICES
 from megatron_resihp.protocol.planning import PLANNER_ANSWERS, PLANNER_REQUESTS
 from megatron_resihp.protocol.published import DECISIONS, END, GO
 from megatron_resihp.protocol.records import Counters
-from megatron_resihp.protocol.values import DigestKey, HeldShard, LayerChunk
+from megatron_resihp.protocol.values import DigestKey, HeldShard, LayerChunk, Sharers
 from megatron_resihp.protocol.wire import Kinds
 
 ALL = (MESSAGES, NOTICES, DECISIONS, GO, END, ANSWERS, PLANNER_REQUESTS, PLANNER_ANSWERS)
@@ -34,6 +35,7 @@ OF_RULES: Mapping[Any, st.SearchStrategy[Any]] = {
     Shard: st.sampled_from([Shard(0, 3, 4160, 4161), Shard(2, 5, 1, 2)]),
     HeldShard: st.sampled_from([Shard(0, 3, 0, 1), Shard(2, 5, 1, 2), Shard(0, 1, 1, 2, 1, 2, 1)]),
     LayerChunk: st.sampled_from([Chunk(0, 0, 3), Chunk(1, 3, 6)]),
+    Sharers: st.sampled_from([Sharing(), Sharing(2, 4, 1)]),
     Scalar: st.sampled_from([Scalar("lm loss", 2.5, 4), Scalar("grad-norm", math.inf, 4)]),
     Text: st.sampled_from([Text("seq_length", "32", 0), Text("seed", "1", None)]),
     WandbRow: st.sampled_from([WandbRow({"lm loss": 2.5}, 4), WandbRow({}, None)]),

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from megatron_resihp.control.replanning.change import ChangeRefused, plan_to_change_to
 from megatron_resihp.control.replanning.inventory import Survivors, shape_of
 from megatron_resihp.control.replanning.modes import mode_of
 from megatron_resihp.control.replanning.next_plan import Heard, StrategicPlan, uniform_plan
@@ -276,6 +277,94 @@ class TestSharedSequences:
     def test_plans_that_cannot_be_run_are_refused(self, plan: ParallelPlan, reason: str) -> None:
         with pytest.raises(PlanError, match=reason):
             mode_of(plan).check_ops(plan, self.OWN, self.survivors(0).job)
+
+
+class TestSharersThatPlanBySpeed:
+    """Two pairs of replicas share experts; the planner is asked as its process asks it."""
+
+    OWN: ClassVar = even_chunks(4, 1)
+    ARGUMENTS: ClassVar = {**ARGUMENTS, "num_experts": 4, "moe_ffn_hidden_size": 64}
+    TOLD: ClassVar = replace(
+        JOB, chunks=OWN, pipeline_parallel=1, micro_batches=8, expert_parallel=2, experts=4, emulated=None
+    )
+
+    def survivors(self, *workers: int, arguments: dict[str, Any] | None = None, **told: Any) -> Survivors:
+        job = replace(self.TOLD, **told)
+        shape = shape_of(job, workers_per_node=4)
+        start = initial_plan(shape, 4)
+        full = spelled_out(start, self.OWN)
+        held = {worker: full.shards_of(worker) for worker in workers}
+        return Survivors(shape, self.OWN, held, start, start, job, arguments or self.ARGUMENTS, 4)
+
+    def ask(self, survivors: Survivors, **slow: float) -> PlannerAnswer:
+        speeds = {worker: slow.get(f"w{worker}", 1.0) for worker in survivors.held}
+        return answer(PlannerRequest("joint", survivors.known, self.OWN, 4, 4, survivors.previous, speeds))
+
+    def next_plan(self, survivors: Survivors, **slow: float) -> tuple[ParallelPlan, Planned]:
+        strategic = StrategicPlan(lambda *_: Heard(self.ask(survivors, **slow), made_ahead=False, waited_s=0.2))
+        plan, [planned] = strategic(survivors)
+        assert isinstance(planned, Planned)
+        return plan, planned
+
+    def by_choice(self, survivors: Survivors, **slow: float) -> ParallelPlan:
+        """What is run of what the planner says while all live."""
+        said = self.ask(survivors, **slow)
+        assert isinstance(said, PlanFound)
+        living = survivors.held.keys()
+        return plan_to_change_to(said.plan, survivors.previous, self.OWN, survivors.shape.tensor_parallel, living)
+
+    def test_the_pair_of_a_slow_worker_gets_less(self) -> None:
+        survivors = self.survivors(0, 1, 2, 3)
+        plan = self.by_choice(survivors, w2=0.5)
+        mode_of(plan).check_ops(plan, self.OWN, survivors.job)
+        assert (plan.not_uniform, plan.expert_parallel) == (None, 2)
+        assert [len(replica.micro_batches) for replica in plan.replicas] == [3, 3, 1, 1]
+
+    def test_the_same_micro_batches_meet_where_they_must(self) -> None:
+        survivors = self.survivors(0, 1, 2, 3, keeps_experts="of what they get", equal_rounds="of what they get")
+        plan = self.by_choice(survivors, w2=0.5)
+        mode_of(plan).check_ops(plan, self.OWN, survivors.job)
+        assert [replica.micro_batches for replica in plan.replicas] == [(0, 4, 6), (1, 5, 7), (2,), (3,)]
+
+    def test_with_all_well_nothing_changes(self) -> None:
+        with pytest.raises(ChangeRefused, match="in force already"):
+            self.by_choice(self.survivors(0, 1, 2, 3))
+
+    def test_those_that_share_sequences(self) -> None:
+        survivors = self.survivors(
+            0, 1, 2, 3, arguments=ARGUMENTS, expert_parallel=1, experts=0, context_parallel=2, micro_batches=4
+        )
+        plan = self.by_choice(survivors, w2=0.4)
+        mode_of(plan).check_ops(plan, self.OWN, survivors.job)
+        assert plan.context_parallel == 2
+        assert [replica.micro_batches for replica in plan.replicas] == [(0, 2, 3), (0, 2, 3), (1,), (1,)]
+
+    def test_a_death(self) -> None:
+        plan, planned = self.next_plan(self.survivors(0, 1, 2))
+        assert (planned.strategy, planned.instead_of) == ("joint", None)
+        assert (plan.not_uniform, set(plan.working)) == (None, {0, 1, 2})
+
+    def test_a_death_where_another_is_slow(self) -> None:
+        """Who is slow has fewer micro-batches than in a uniform plan of the three that are left, or none."""
+        plan, _ = self.next_plan(self.survivors(0, 1, 2), w2=0.3)
+        counts = {replica.stages[0][0]: len(replica.micro_batches) for replica in plan.replicas}
+        assert counts.get(2, 0) <= 1 and sum(counts.values()) == 8
+
+    @pytest.mark.parametrize(("shared_out", "strategy"), [(True, "joint"), (False, None)])
+    def test_experts_that_died_with_their_only_holder(self, shared_out: bool, strategy: str | None) -> None:
+        """Parts of a distributed optimizer have copies, of which experts are made."""
+        survivors = self.survivors(0, 1, 2, expert_parallel=4, distributed_optimizer=shared_out)
+        if strategy is None:
+            with pytest.raises(NoPlanError, match="held by no survivor"):
+                self.next_plan(survivors)
+            return
+        plan, planned = self.next_plan(survivors)
+        assert planned.strategy == strategy and set(plan.working) == {0, 1, 2}
+
+    def test_a_strategy_that_knows_of_no_sharers(self) -> None:
+        survivors = self.survivors(0, 1, 2)
+        said = answer(PlannerRequest("malleus", survivors.known, self.OWN, 4, 4, survivors.previous, {0: 1.0, 1: 1.0}))
+        assert said == NoPlan("malleus doesn't know of sequences or experts that replicas share")
 
 
 class TestTokensThatMeet:

@@ -3,19 +3,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from made_up_events import made_up
 
-from megatron_resihp.control.coordination.epoch_events import job_described
 from megatron_resihp.control.replanning.health import Speeds
 from megatron_resihp.control.replanning.policy import Action, AskPlanner, Policy, Recommend, Settings
 from megatron_resihp.control.replanning.trial import Outcome
 from megatron_resihp.events.detection import Verdict
-from megatron_resihp.plan import ParallelPlan, Replica, even_chunks
-from megatron_resihp.protocol.job import JobDescription
+from megatron_resihp.plan import ParallelPlan, Replica
 from megatron_resihp.protocol.planning import NoPlan, PlanFound, PlannerAnswer
 
 PLAN = ParallelPlan((Replica(((0,), (2,)), (0, 2)), Replica(((1,), (3,)), (1, 3))))
@@ -70,24 +67,6 @@ def test_each_verdict_is_a_reason_to_ask_the_planner() -> None:
     asked = run.verdict(speed=0.4)
     [again] = run.tell("verdict", kind="link", change="onset", workers=[2, 0], speed=0.3, since=11, iteration=11)
     assert isinstance(again, AskPlanner) and again.plan == asked.plan == PLAN and again.number > asked.number
-
-
-@pytest.mark.parametrize(("job", "number"), [
-    ({}, 1),
-    ({"context_parallel": 2}, 0),
-    ({"expert_parallel": 2}, 0),
-    ({"expert_members": 1}, 0),
-])  # fmt: skip
-def test_planners_are_not_asked_about_what_they_do_not_know(job: dict[str, int], number: int) -> None:
-    """Replicas of some jobs share sequences or experts, or members of a stage share these otherwise than layers. Such
-    jobs can't run what a planner would make of them."""
-    sizes: dict[str, Any] = {"tensor_parallel": 1, "pipeline_parallel": 2, "micro_batches": 4, "seq_length": 8}
-    told = JobDescription(**sizes, chunks=even_chunks(4, 2), sequence_parallel=False, pipeline_last=True, **job)
-    policy = Policy(replace(Settings.of(job_described(0, told)), act="act"), Speeds())
-    slow = made_up("verdict", kind="compute", change="onset", workers=[3], speed=0.5, since=1, iteration=2)
-    resumed = made_up("recovery", broken_at=1.0, resumed_at=2.0)
-    policy.note(made_up("epoch_started", plan=PLAN.to_dict(), epoch=0), 0.0)
-    assert [len(policy.note(event, 0.0)) for event in (slow, resumed)] == [number, number]
 
 
 def test_a_change_is_made_once_what_it_would_have_saved_is_what_it_costs() -> None:

@@ -24,7 +24,7 @@ from megatron_resihp.events import replanning as policy_events
 from megatron_resihp.events.bus import EventBus
 from megatron_resihp.events.event import Event, stamped
 from megatron_resihp.events.replanning import Planned
-from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard, spelled_out
+from megatron_resihp.plan import Chunk, ParallelPlan, Replica, spelled_out
 from megatron_resihp.planner import JobShape
 from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.messages import JobStarted, ModelBuilt, PlanRequest, ProcessExited, Ready, SurvivorReport
@@ -196,7 +196,8 @@ def test_a_proposal_that_cant_be_written_is_told_nevertheless(desk: Desk, capsys
     assert "a proposal can't be written" in capsys.readouterr().err
 
 
-def test_a_coordinators_question_was_asked_ahead(desk: Desk) -> None:
+@pytest.mark.parametrize("shared", [{}, {"expert_parallel": 2, "experts": 4, "equal_rounds": "they run in turns"}])
+def test_a_coordinators_question_was_asked_ahead(desk: Desk, shared: dict[str, Any]) -> None:
     """From the job's first message to the death of one of its workers."""
     membership = Membership(JobSize(1, 4), next_plan=desk.replanner.next_plan)
     told: list[Event] = []
@@ -207,7 +208,9 @@ def test_a_coordinators_question_was_asked_ahead(desk: Desk) -> None:
                 told.append(stamped(action.event, 0.0, membership.state.epoch))
                 desk.bus.publish(told[-1])
 
-    tell(JobStarted(0, JobDescription(**{**SIZES, "chunks": OWN})))
+    tell(JobStarted(0, JobDescription(**{**SIZES, "chunks": OWN, **shared})))
+    assert membership.state.plan is not None
+    held = spelled_out(membership.state.plan, OWN)
     tell(ModelBuilt(0, {"num_layers": 2}))
     for worker in range(4):
         tell(Ready(worker, 0, {"0/0": "same"}, (), 0, 0))
@@ -217,18 +220,22 @@ def test_a_coordinators_question_was_asked_ahead(desk: Desk) -> None:
     outcomes, counters = {0: Outcome(0, 1.5, ((8.0, 4.0),), ("lm loss",))}, {0: {"iteration": 0}, 1: {"iteration": 1}}
     for worker in (3, 2, 0):
         record = Record(1, IterationPhase.COMPUTE, True, outcomes, counters)
-        tell(SurvivorReport(worker, 0, record, (Shard(0, 4, 0, 1),)))
+        tell(SurvivorReport(worker, 0, record, held.shards_of(worker)))
     [planned] = [event for event in told if isinstance(event, Planned)]
     assert planned.made_ahead and planned.planning_s == 0.1
     assert desk.asked.empty()
     assert membership.state.plan is not None and membership.state.plan.working == (0, 2, 3)
 
 
-def test_the_planner_of_recoveries_has_practised_this_jobs_plans_before_the_first_iteration(desk: Desk) -> None:
-    desk.note("job", **SIZES)
+@pytest.mark.parametrize(("shared", "sharers"), [({}, 1), ({"sharings": [[1, 2, 0], [1, 1, 0]]}, 2)])
+def test_the_planner_of_recoveries_has_practised_this_jobs_plans_before_the_first_iteration(
+    desk: Desk, shared: dict[str, Any], sharers: int
+) -> None:
+    desk.note("job", **SIZES, **shared)
     assert desk.rehearsed.get(timeout=WAIT_S) == (), "libraries are loaded while the workers start"
     desk.note("model", arguments={"num_layers": 4})
     slow, dead = desk.rehearsed.get(timeout=WAIT_S)
+    assert slow.plan.expert_parallel == sharers
     assert slow.speeds == without() | {0: 0.7} and dead.speeds == without(3)
     for request in (slow, dead):
         assert request.plan.working == (0, 1, 2, 3)

@@ -17,6 +17,8 @@ from megatron_resihp.cost.training import Training
 from megatron_resihp.lab.baselines.lazarus import DISPATCHED
 from megatron_resihp.lab.strategies import FOR_SHARERS as BASELINES
 from megatron_resihp.plan import ParallelPlan
+from megatron_resihp.plan.layers import chunks_from
+from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.planner import NoPlanError
 from megatron_resihp.planner.evaluation import evaluate
 from megatron_resihp.planner.health import Health
@@ -122,6 +124,18 @@ class TestUniform:
         found = UNIFORM(plan, well(plan, 5), cost)
         assert (len(found.replicas), found.context_parallel) == (3, 1)
 
+    def test_of_an_interleaved_job_as_many_work_as_get_a_micro_batch_for_each_stage(self) -> None:
+        plan, cost = interleaved(rounds=1)
+        found = UNIFORM(plan, well(plan, 1), cost)
+        assert [len(replica.micro_batches) for replica in found.replicas] == [2, 2, 2, 2]
+
+
+def interleaved(rounds: int) -> tuple[ParallelPlan, JobCost]:
+    """A job of eight replicas, of two stages with two chunks each."""
+    plan, cost = of(sizes(1, 2, 8, expert=2, rounds=rounds))
+    turns = chunks_from([2, 1, 1, 2], stages=2)
+    return replace(plan, replicas=tuple(replace(each, chunks=turns) for each in plan.replicas)), cost
+
 
 class TestBySpeed:
     def test_slow_workers_share_with_each_other_and_get_less(self) -> None:
@@ -161,6 +175,22 @@ class TestBySpeed:
         cost = replace(cost, sharings=cost.sharings[:1])
         found = BY_SPEED(plan, well(plan, 0, w9=0.5), cost)
         assert not set(bytes_to_move(plan, found, cost)) - set(range(8)), "only those of the first stage have to fetch"
+
+    @pytest.mark.parametrize("rounds", [8, 5, 2])
+    def test_each_of_an_interleaved_job_gets_a_micro_batch_for_each_stage_at_least(self, rounds: int) -> None:
+        plan, cost = interleaved(rounds)
+        for health in (well(plan, w1=0.1), well(plan, 1)):
+            found = BY_SPEED(plan, health, replace(cost, sharings=cost.sharings[:1]))
+            counts = [len(replica.micro_batches) for replica in found.replicas]
+            assert min(counts) >= 2 and sum(counts) == 8 * rounds
+
+    def test_some_get_one_fewer_where_micro_batches_dont_go_evenly_into_those_that_share(self) -> None:
+        plan, cost = of(sizes(1, 1, 8, expert=4))
+        cost = replace(cost, sharings=(Sharing(1, 4), Sharing(1, 3)))
+        found = BY_SPEED(plan, well(plan, 3, 7, w4=0.5, w5=0.5, w6=0.5), cost)
+        assert [len(replica.micro_batches) for replica in found.replicas] == [7, 7, 6, 4, 4, 4]
+        with pytest.raises(NoPlanError, match="can't be run by 3 replicas at a time"):
+            BY_SPEED(plan, well(plan, 3, 4, 5, 6, 7), replace(cost, equal_rounds=True))
 
     def test_a_change_that_does_not_pay_is_left(self) -> None:
         plan, cost = of(sizes(1, 1, 8, expert=2))
