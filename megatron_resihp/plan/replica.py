@@ -27,6 +27,7 @@ class Shard(NamedTuple):
             in all of them.
         expert_members: how many members in a row of its stage have a cut each of the same experts; the next ones have
             others of its share. 0: all members have.
+        uneven_experts: how many experts each layer has, where shares are unequal (`plan.experts`); 0: they are equal.
     """
 
     first: int
@@ -36,6 +37,7 @@ class Shard(NamedTuple):
     expert_rank: int = 0
     expert_degree: int = 1
     expert_members: int = 0
+    uneven_experts: int = 0
 
 
 class ExpertPart(NamedTuple):
@@ -44,12 +46,14 @@ class ExpertPart(NamedTuple):
     Attributes:
         rank, degree: which share, and how many there are.
         cut, cuts: which part of each of its experts, and of how many.
+        uneven: how many experts each layer has, where shares are unequal; 0: they are equal.
     """
 
     rank: int
     degree: int
     cut: int
     cuts: int
+    uneven: int
 
 
 def experts_of(shard: Shard) -> ExpertPart:
@@ -57,16 +61,16 @@ def experts_of(shard: Shard) -> ExpertPart:
     members = shard.expert_members or shard.tp_degree
     groups = shard.tp_degree // members
     rank = shard.expert_rank * groups + shard.tp_rank // members
-    return ExpertPart(rank, shard.expert_degree * groups, shard.tp_rank % members, members)
+    return ExpertPart(rank, shard.expert_degree * groups, shard.tp_rank % members, members, shard.uneven_experts)
 
 
 def shards_at(
-    chunks: Sequence[Chunk], coordinate: Coordinate, degree: int, experts: tuple[int, int, int] = (0, 1, 0)
+    chunks: Sequence[Chunk], coordinate: Coordinate, degree: int, experts: tuple[int, ...] = (0, 1)
 ) -> tuple[Shard, ...]:
     """The shards at a coordinate: its share, of `degree`, of each chunk of its stage that has layers.
 
     Args:
-        experts: which share of the experts, of how many, and how many members have the same.
+        experts: the last attributes of a `Shard`, from `expert_rank` on.
     """
     return tuple(
         Shard(chunk.first, chunk.end, coordinate.tp_rank, degree, *experts)

@@ -25,7 +25,7 @@ from megatron_resihp.plan.slices import (
 )
 from megatron_resihp.plan.spelling import coordinate_at
 from megatron_resihp.planner import JobShape, NoPlanError, plan_uniform
-from megatron_resihp.planner.uniform import context_degrees, expert_degrees, sharings
+from megatron_resihp.planner.uniform import context_degrees, expert_degrees, sharings, uneven_sharings
 from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.planning import KnownJob
 
@@ -81,10 +81,12 @@ def shape_of(job: JobDescription, workers_per_node: int) -> JobShape:
     contexts = (context,) if job.keeps_context else context_degrees(context, job.seq_length, members)
     keeps = sharers == 1 or job.keeps_experts
     experts = (sharers,) if keeps else expert_degrees(sharers, job.experts // groups)
+    even = keeps or job.even_experts or job.expert_members or context > 1 or keeps_ratio(job)
+    uneven = () if even else uneven_sharings(sharers, job.experts)
     return JobShape(
         job.tensor_parallel, job.pipeline_parallel, job.micro_batches, workers_per_node, job.micro_batch_group,
         job.distributed_optimizer, job.spread_replicas,
-        sharings(contexts, experts, job.expert_members, keeps_ratio(job)), bool(job.equal_rounds),
+        sharings(contexts, experts, job.expert_members, keeps_ratio(job)) + uneven, bool(job.equal_rounds),
     )  # fmt: skip
 
 
@@ -176,7 +178,8 @@ def _of_sharers(
 ) -> ParallelPlan:
     """The same of survivors that hold shares of experts and all the rest of a shard. What is a share of the experts
     only is of no use to a standby."""
-    dense = {worker: tuple(each._replace(expert_rank=0, expert_degree=1) for each in held[worker]) for worker in held}
+    all_experts = {"expert_rank": 0, "expert_degree": 1, "uneven_experts": 0}
+    dense = {worker: tuple(each._replace(**all_experts) for each in held[worker]) for worker in held}
     exact = {each: coordinate_at(own, dense[each], shape.tensor_parallel) for each in held}
     plan = plan_uniform(shape, exact, previous)
     # Parameters are what masters give when rounded, so parts have experts that no survivor has.
