@@ -84,6 +84,11 @@ class TestLoads:
         training = replace(TRAINING, expert_parallel=degree, expert_loads=self.LOADS)
         assert training.busiest_share(8) == pytest.approx(share)
 
+    def test_the_busiest_workers_share_where_it_has_more_experts_than_others(self) -> None:
+        training = replace(TRAINING, expert_parallel=3)
+        assert training.busiest_share(8) == pytest.approx(3 / (8 / 3))
+        assert replace(training, expert_loads=self.LOADS).busiest_share(8) == pytest.approx(7 / (16 / 3))
+
     def test_members_with_other_experts_count_as_sharers(self) -> None:
         training = replace(TRAINING, expert_parallel=2, expert_groups=2, expert_loads=self.LOADS)
         assert training.busiest_share(8) == pytest.approx(6 / 4)
