@@ -46,14 +46,12 @@ class ExpertPart(NamedTuple):
     Attributes:
         rank, degree: which share, and how many there are.
         cut, cuts: which part of each of its experts, and of how many.
-        uneven: how many experts each layer has, where shares are unequal; 0: they are equal.
     """
 
     rank: int
     degree: int
     cut: int
     cuts: int
-    uneven: int
 
 
 def experts_of(shard: Shard) -> ExpertPart:
@@ -61,7 +59,7 @@ def experts_of(shard: Shard) -> ExpertPart:
     members = shard.expert_members or shard.tp_degree
     groups = shard.tp_degree // members
     rank = shard.expert_rank * groups + shard.tp_rank // members
-    return ExpertPart(rank, shard.expert_degree * groups, shard.tp_rank % members, members, shard.uneven_experts)
+    return ExpertPart(rank, shard.expert_degree * groups, shard.tp_rank % members, members)
 
 
 def shards_at(

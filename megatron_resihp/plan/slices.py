@@ -47,7 +47,7 @@ def cuts_of(shards: Iterable[Shard]) -> int:
 def shares_of(shards: Iterable[Shard]) -> int:
     """The number of shares of each layer's experts with which every shard has whole shares. Where shards have unequal
     numbers of experts, each expert is a share."""
-    return math.lcm(*(part.uneven or part.degree for part in map(experts_of, shards)))
+    return math.lcm(*(_units(shard) for shard in shards))
 
 
 def shares_of_shard(shard: Shard, shares: int) -> range:
@@ -56,13 +56,17 @@ def shares_of_shard(shard: Shard, shares: int) -> range:
     Raises:
         ValueError: their number is not a multiple of its degree.
     """
-    part = experts_of(shard)
-    units = part.uneven or part.degree
+    part, units = experts_of(shard), _units(shard)
     each, rest = divmod(shares, units)
     if rest:
         raise ValueError(f"a share of {part.degree} of the experts is not made of whole shares of {shares}")
     own = dealt_experts(units, part.degree)[part.rank]
     return range(own.start * each, own.stop * each)
+
+
+def _units(shard: Shard) -> int:
+    """Of how many equal shares of the experts all shards are made that share them as this one does."""
+    return shard.uneven_experts or experts_of(shard).degree
 
 
 def cuts_of_shard(shard: Shard, cuts: int) -> range:

@@ -14,7 +14,7 @@ from stock_runs import check_like_stock, forked_stock_steps, losses_of
 from test_checkpoints import FUSED, as_stock_says, stock_losses
 from test_emergency import emergency
 from test_expert_biases import ROUTED
-from test_expert_parallelism import GATHERED, OPTIMIZER, SHARED, SWIGLU
+from test_expert_parallelism import GATHERED, LARGE_JOB_S, OPTIMIZER, PIPELINE, SHARED, SWIGLU, TENSOR
 
 from megatron_resihp.control import exit_codes
 from megatron_resihp.control.worker.saved_state import flags, newest_state
@@ -28,11 +28,17 @@ SHARED_BY_ALL: dict[str, Any] = SHARED | EIGHT_BY_ALL
 SMALL_DEVICES = Path(__file__).with_name("small_devices_gpt.py")
 
 
-def shared_by(degree: int, replicas: int | None = None) -> ParallelPlan:
-    """Workers that share all experts in groups, with all micro-batches between them. `replicas`: None: one group."""
-    replicas = replicas or degree
-    dealt = (tuple(range(index, SHARED["global_batch_size"], replicas)) for index in range(replicas))
-    rows = tuple(Replica(((worker,),), numbers) for worker, numbers in enumerate(dealt))
+WORKER = tuple(((worker,),) for worker in range(2 * WORKERS))
+MEMBERS = tuple(((2 * replica, 2 * replica + 1),) for replica in range(WORKERS))
+STAGES = tuple(((replica,), (replica + WORKERS,)) for replica in range(WORKERS))
+
+
+def shared_by(degree: int, replicas: Any = WORKER, groups: int = 1) -> ParallelPlan:
+    """The first of these replicas, given by their stages, share experts in groups, and have all micro-batches between
+    them."""
+    count = degree * groups
+    dealt = (tuple(range(index, SHARED["global_batch_size"], count)) for index in range(count))
+    rows = tuple(Replica(stages, numbers) for stages, numbers in zip(replicas[:count], dealt, strict=True))
     return ParallelPlan(rows, expert_parallel=degree, uneven_experts=EXPERTS if EXPERTS % degree else 0)
 
 
@@ -43,20 +49,28 @@ def degrees(job: Job) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "tolerance"),
+    ("replicas", "layout", "tolerance"),
     [
-        ({}, FP32),
-        (GATHERED, FP32),
-        (OPTIMIZER, FP32),
-        (BIASED | {"use_distributed_optimizer": True, "bf16": True, "moe_router_dtype": "fp32"}, ROUTED),
+        (WORKER[:WORKERS], {}, FP32),
+        (WORKER[:WORKERS], GATHERED, FP32),
+        (WORKER[:WORKERS], OPTIMIZER, FP32),
+        (MEMBERS, TENSOR | OPTIMIZER, FP32),
+        (STAGES, PIPELINE, FP32),
+        (
+            WORKER[:WORKERS],
+            BIASED | {"use_distributed_optimizer": True, "bf16": True, "moe_router_dtype": "fp32"},
+            ROUTED,
+        ),
     ],
-    ids=["all to all", "gathered", "optimizer", "biased, bf16"],
+    ids=["all to all", "gathered", "optimizer", "optimizer, tensor", "stages", "biased, bf16"],
 )
-def test_a_change_there_and_back(jobs: Jobs, tmp_path: Path, layout: dict[str, Any], tolerance: Tolerance) -> None:
-    layout = SHARED | layout | EIGHT_BY_ALL
-    stock = forked_stock_steps(jobs, WORKERS, **layout)
-    asked = ask_at(tmp_path, (shared_by(3), 2), (shared_by(4), 6))
-    job = jobs.run(tiny(**layout, resihp_plan=asked), workers=WORKERS)
+def test_a_change_there_and_back(
+    jobs: Jobs, tmp_path: Path, replicas: Any, layout: dict[str, Any], tolerance: Tolerance
+) -> None:
+    layout, workers = SHARED | layout | EIGHT_BY_ALL, len(replicas) * sum(map(len, replicas[0]))
+    stock = forked_stock_steps(jobs, workers, **layout)
+    asked = ask_at(tmp_path, (shared_by(3, replicas), 2), (shared_by(4, replicas), 6))
+    job = jobs.start(tiny(**layout, resihp_plan=asked), workers=workers).wait(LARGE_JOB_S)
     check_like_stock(job, stock, tolerance)
     check_samples(job)
     assert degrees(job) == [(4, 0), (3, 8), (4, 0)]
@@ -78,7 +92,7 @@ def test_two_groups_and_a_death_in_one(jobs: Jobs, tmp_path: Path) -> None:
     """Each group of three has all experts, so what one worker has lost another has."""
     layout = SHARED_BY_ALL | {"train_iters": 7}
     stock = forked_stock_steps(jobs, 2 * WORKERS, **layout)
-    asked = ask_at(tmp_path, (shared_by(3, 6), 2))
+    asked = ask_at(tmp_path, (shared_by(3, groups=2), 2))
     job = jobs.run(tiny(**layout, resihp_plan=asked, resihp_inject="kill:1@4:backward"), workers=2 * WORKERS)
     check_like_stock(job, stock)
     check_samples(job)

@@ -175,7 +175,7 @@ class TestSharedExperts:
         assert lacking(first | {3: (Shard(0, 2, 0, 1, 7, 8),)}, 2) == (Shard(0, 2, 0, 1, 6, 8),)
         shape = JobShape(1, 1, micro_batches=8, sharings=sharings((1,), (4, 2, 1)))
         with pytest.raises(NoPlanError, match="share 6 of 8 of the experts of layer 0 is held by no survivor"):
-            plan_for_survivors(shape, even_chunks(2, 1)[:1], first, initial_plan(shape, 4))
+            plan_for_survivors(shape, (Chunk(0, 0, 2),), first, initial_plan(shape, 4))
 
     def test_what_is_held_under_plans_that_share_otherwise_counts_together(self) -> None:
         """The first worker has none of the second half of the experts, of which the last two have a quarter each."""
