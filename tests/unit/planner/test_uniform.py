@@ -313,6 +313,7 @@ class TestSharedExperts:
         [
             (4, 3, 8, (4, 2), (3, 3)), (4, 3, 8, (4, 2, 1), (1, 3)), (4, 3, 6, (4, 2), (3, 3)),
             (4, 3, 4, (4, 2), (2, 2)), (8, 7, 56, (8, 4, 2), (2, 6)), (8, 3, 8, (8, 4), (3, 3)),
+            (8, 5, 20, (8, 4), (4, 4)),
         ],
     )  # fmt: skip
     def test_experts_are_dealt_in_unequal_numbers_where_that_is_faster(
