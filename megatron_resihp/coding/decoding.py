@@ -263,7 +263,7 @@ def _decode_row(kinds: tuple[Any, ...], named: Any) -> Decode:
 
     def decode_row(value: Any, tolerance: Tolerance) -> Any:
         count = len(_list(value))
-        if count != whole and count != without:
+        if not without <= count <= whole:
             raise WrongValueError(f"has {count} items, not {without}")
         items: list[Any] = []
         try:

@@ -70,7 +70,7 @@ def _work_of(layer: Layer, training: Training, degree: int, tp_rank: int) -> Arr
         # Members that all hold a part share its tokens if the sequence is cut.
         alike = not part.units and training.sequence_parallel
         share = 1 / degree if alike else float(part.share(degree, tp_rank))
-        share *= (training.busiest_share if part.experts else 1.0) / training.context_parallel
+        share *= (training.busiest_share(part.experts) if part.experts else 1.0) / training.context_parallel
         forward = np.array([part.weight_flops + part.token_flops, part.square_flops])
         work[F] += share * forward
         work[B] += share * np.array([part.weight_flops + 2 * part.token_flops, 2 * part.square_flops])

@@ -72,7 +72,8 @@ def _all_to_all(
 ) -> float:  # fmt: skip
     """Of the worker that sends most to others; how much that is `training.expert_loads` says."""
     cut = degree if training.sequence_parallel else 1
-    size = part.exchanged_bytes * training.tokens / training.context_parallel / cut * training.busiest_share
+    tokens = training.tokens * training.busiest_share(part.experts)
+    size = part.exchanged_bytes * tokens / training.context_parallel / cut
     inside, outside = size * spread[0], size * spread[1]
     return device.latency + max(inside / device.node_bandwidth, outside / device.bandwidth)
 

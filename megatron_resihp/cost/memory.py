@@ -291,7 +291,7 @@ class _Accountant:
         if not part.experts:
             return part.parameters * part.share(degree, rank), Fraction(copies)
         tensor = self._training.expert_tensor_parallel or degree
-        parameters = part.parameters * part.share(tensor, rank % tensor) / self._training.expert_parallel
+        parameters = part.parameters * part.share(tensor, rank % tensor) * self._training.fullest_share(part.experts)
         return parameters, self._training.with_same_experts(copies, degree)
 
     def _activations(self, distinct: int, degree: int, rank: int) -> tuple[float, float]:
@@ -317,7 +317,7 @@ class _Accountant:
         total = 0.0
         for part in layer.parts:
             size = part.token_bytes * training.tokens + with_scores * part.square_bytes * training.squares
-            size *= training.busiest_share if part.experts else 1.0
+            size *= training.busiest_share(part.experts) if part.experts else 1.0
             alike = not part.units and training.sequence_parallel
             total += size * float(Fraction(1, degree) if alike else part.share(degree, rank))
         return total

@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import Any, Final
 
 from megatron_resihp.plan import OwnSplit, ParallelPlan
+from megatron_resihp.plan.experts import dealt_experts, most_experts
 
 MASTER_AND_MOMENTS: Final = 12
 """Bytes of optimizer state per parameter with 16-bit weights: fp32 weight and Adam's two moments."""
@@ -95,14 +96,16 @@ class Training:
         """Whether tensor-parallel members get equal parts of a shared sequence, as Megatron requires."""
         return not self.sequence_parallel or self.sequence_length // self.context_parallel % degree == 0
 
-    @property
-    def busiest_share(self) -> float:
-        """Tokens of the worker whose experts get most of them, over the mean; each has as many experts in a row."""
-        loads, degree = self.expert_loads, self.expert_parallel * self.expert_groups
-        each = len(loads) // degree
-        if not each:
+    def busiest_share(self, experts: int) -> float:
+        """Tokens of the worker whose experts get most of them, over the mean. `experts`: of a layer."""
+        loads, degree = self.expert_loads or (1.0,) * experts, self.expert_parallel * self.expert_groups
+        if len(loads) < degree:
             return 1.0
-        return max(sum(loads[first : first + each]) for first in range(0, len(loads), each)) * degree / sum(loads)
+        return max(sum(loads[own.start : own.stop]) for own in dealt_experts(len(loads), degree)) * degree / sum(loads)
+
+    def fullest_share(self, experts: int) -> Fraction:
+        """The part of a layer's experts that the worker with most of them has. `experts`: of a layer."""
+        return Fraction(most_experts(experts, self.expert_parallel), experts)
 
     def as_plans_say(self, replicas: int = 1) -> "Training":
         """Where so many replicas share experts, and the members of a stage share a replica's as they do other layers:
@@ -215,6 +218,21 @@ def why_equal_rounds(arguments: Mapping[str, Any]) -> str:
         return why_own_experts(arguments)
     if arguments.get("overlap_moe_expert_parallel_comm"):
         return "--overlap-moe-expert-parallel-comm runs one micro-batch in turns with another"
+    return ""
+
+
+def why_even_experts(arguments: Mapping[str, Any]) -> str:
+    """Why replicas that share experts must have equal numbers of them; empty: they needn't."""
+    if why_equal_rounds(arguments):
+        return why_equal_rounds(arguments)
+    if arguments.get("moe_grouped_gemm"):
+        return "with --moe-grouped-gemm, Megatron saves equal numbers only"
+    if arguments.get("moe_expert_capacity_factor") is not None:
+        return "no test covers it with --moe-expert-capacity-factor"
+    if "sinkhorn" in (arguments.get("moe_router_load_balancing_type") or ()):
+        return "no test covers it with sinkhorn"
+    if (arguments.get("num_distributed_optimizer_instances") or 1) > 1:
+        return "no test covers it with --num-distributed-optimizer-instances"
     return ""
 
 

@@ -23,8 +23,9 @@ class EpochStarted(Event):
         Plan,
         '`{"replicas": [{"stages": [[worker ids of the TP members], ...], "micro_batches": [indices]}], '
         '"standbys": {worker id: [stage, tp_rank] or null}}`; `"context_parallel": n` where n consecutive replicas '
-        'share each sequence; `"expert_parallel": n` where n consecutive ones share experts, and '
-        '`"expert_members": n` where n consecutive members of a stage have the same of them',
+        'share each sequence; `"expert_parallel": n` where n consecutive ones share experts; '
+        '`"expert_members": n` where n consecutive members of a stage have the same of them; `"uneven_experts": n` '
+        "where the n experts of a layer are dealt to those that share them in unequal numbers",
     ]
     digest: Annotated[str | None, "digest of the plan, the same on all members"] = None
 

@@ -124,6 +124,7 @@ def _first_initialize(config: ResihpConfig, derived: DerivedArguments, identify:
     @functools.wraps(original)
     def initialize_megatron(*positional, **options):  # type: ignore[no-untyped-def]
         from megatron_resihp.integration.patches.experts.additional_rounds import round_patches
+        from megatron_resihp.integration.patches.experts.uneven import uneven_patches
         from megatron_resihp.integration.patches.flags import fail
         from megatron_resihp.integration.patches.startup import create_runtime, wrap_initialize_megatron
         from megatron_resihp.integration.patches.training import training_patches
@@ -142,6 +143,7 @@ def _first_initialize(config: ResihpConfig, derived: DerivedArguments, identify:
                 + injection_patches(runtime)
                 + stream_patches(runtime)
                 + round_patches(runtime)
+                + uneven_patches(runtime)
             )
         except PatchError as error:
             fail(_mismatch(error))

@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator
 
+from megatron_resihp.plan.microbatches import even_counts
 from megatron_resihp.plan.parallel_plan import ParallelPlan
 from megatron_resihp.plan.replica import Coordinate, Replica
 
@@ -15,6 +16,7 @@ def differences(before: ParallelPlan, after: ParallelPlan) -> tuple[str, ...]:
         *_of_workers(before, after),
         *_of("context-parallel degree", before.context_parallel, after.context_parallel),
         *_of("expert-parallel degree", before.expert_parallel, after.expert_parallel),
+        *_of("experts dealt", _dealt(before), _dealt(after)),
         *_of("uneven shards", before.uneven_shards, after.uneven_shards),
     )
 
@@ -78,6 +80,14 @@ def _layers(replica: Replica) -> str:
         return "the job's own"
     counts = [[c.end - c.first for c in replica.chunks if c.stage == stage] for stage in range(len(replica.stages))]
     return ", ".join("+".join(map(str, of_stage)) for of_stage in counts)
+
+
+def _dealt(plan: ParallelPlan) -> str:
+    """How many of a layer's experts each of those that share them has, where their numbers differ."""
+    if not plan.uneven_experts:
+        return "in equal numbers"
+    counts = even_counts(plan.uneven_experts, plan.expert_parallel)
+    return f"as {' '.join(map(str, counts))}" if len(counts) <= 8 else f"as {counts[0]} or {counts[-1]} each"
 
 
 def _ranges(indices: tuple[int, ...]) -> str:

@@ -34,6 +34,7 @@ class _Written:
     context_parallel: int = omitted_if(1)
     expert_parallel: int = omitted_if(1)
     expert_members: int = omitted_if(0)
+    uneven_experts: int = omitted_if(0)
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class ParallelPlan:
             the model.
         expert_members: how many members in a row of a stage have a cut each of the same experts of that share; 0: all
             members have. The job's own number.
+        uneven_experts: how many experts each layer has, where those that share them have unequal numbers of them
+            (`plan.experts`); 0: all have as many.
 
     Equal plans have equal hashes; plans may be pickled and copied.
 
@@ -67,17 +70,21 @@ class ParallelPlan:
     context_parallel: int = 1
     expert_parallel: int = 1
     expert_members: int = 0
+    uneven_experts: int = 0
 
     def __post_init__(self) -> None:
-        sharing = Sharing(self.context_parallel, self.expert_parallel, self.expert_members)
-        check(self.replicas, self.standbys, self.migrations, sharing)
+        check(self.replicas, self.standbys, self.migrations, self.sharing)
         # A read-only copy: neither the plan nor the caller's own dict can change it.
         object.__setattr__(self, "standbys", MappingProxyType(dict(self.standbys)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A proxy can be neither pickled nor copied.
-        rest = self.migrations, self.uneven_shards, self.context_parallel, self.expert_parallel, self.expert_members
-        return ParallelPlan, (self.replicas, dict(self.standbys), *rest)
+        return ParallelPlan, (self.replicas, dict(self.standbys), self.migrations, self.uneven_shards, *self.sharing)
+
+    @property
+    def sharing(self) -> Sharing:
+        """How replicas share sequences and experts."""
+        return Sharing(self.context_parallel, self.expert_parallel, self.expert_members, self.uneven_experts)
 
     @cached_property
     def grid(self) -> RankGrid:
@@ -152,7 +159,7 @@ class ParallelPlan:
         replica = self.replicas[index]
         if not replica.chunks:
             raise PlanError("the plan doesn't say which layers its stages run")
-        experts = index % self.expert_parallel, self.expert_parallel, self.expert_members
+        experts = index % self.expert_parallel, self.expert_parallel, self.expert_members, self.uneven_experts
         return shards_at(replica.chunks, coordinate, len(replica.stages[coordinate.stage]), experts)
 
     def to_dict(self) -> dict[str, Any]:
@@ -176,7 +183,7 @@ class ParallelPlan:
             raise PlanError(f"the plan lacks {name!r}{f' of {".".join(holder)}' if holder else ''}") from None
         except WrongValueError as error:
             raise PlanError(f"this is not a plan: {error}; give the JSON of a plan") from None
-        sharing = written.context_parallel, written.expert_parallel, written.expert_members
+        sharing = written.context_parallel, written.expert_parallel, written.expert_members, written.uneven_experts
         return cls(written.replicas, written.standbys, written.migrations, written.uneven_shards, *sharing)
 
     @property
@@ -197,7 +204,7 @@ def data_parallel_of(plan: ParallelPlan) -> int:
 
 def sharing_of(plan: ParallelPlan) -> int:
     """How many consecutive replicas meet in every layer, since they share sequences or experts."""
-    return Sharing(plan.context_parallel, plan.expert_parallel).together
+    return plan.sharing.together
 
 
 def rounds_of(plan: ParallelPlan, replica: int) -> int:
@@ -208,8 +215,8 @@ def rounds_of(plan: ParallelPlan, replica: int) -> int:
 
 
 def _written(plan: ParallelPlan) -> _Written:
-    rest = plan.migrations, plan.uneven_shards, plan.context_parallel, plan.expert_parallel, plan.expert_members
-    return _Written(plan.replicas, dict(sorted(plan.standbys.items())), *rest)
+    standbys = dict(sorted(plan.standbys.items()))
+    return _Written(plan.replicas, standbys, plan.migrations, plan.uneven_shards, *plan.sharing)
 
 
 def _read(value: Any) -> ParallelPlan:

@@ -27,6 +27,7 @@ class Shard(NamedTuple):
             in all of them.
         expert_members: how many members in a row of its stage have a cut each of the same experts; the next ones have
             others of its share. 0: all members have.
+        uneven_experts: how many experts each layer has, where shares are unequal (`plan.experts`); 0: they are equal.
     """
 
     first: int
@@ -36,6 +37,7 @@ class Shard(NamedTuple):
     expert_rank: int = 0
     expert_degree: int = 1
     expert_members: int = 0
+    uneven_experts: int = 0
 
 
 class ExpertPart(NamedTuple):
@@ -61,12 +63,12 @@ def experts_of(shard: Shard) -> ExpertPart:
 
 
 def shards_at(
-    chunks: Sequence[Chunk], coordinate: Coordinate, degree: int, experts: tuple[int, int, int] = (0, 1, 0)
+    chunks: Sequence[Chunk], coordinate: Coordinate, degree: int, experts: tuple[int, ...] = (0, 1)
 ) -> tuple[Shard, ...]:
     """The shards at a coordinate: its share, of `degree`, of each chunk of its stage that has layers.
 
     Args:
-        experts: which share of the experts, of how many, and how many members have the same.
+        experts: the last attributes of a `Shard`, from `expert_rank` on.
     """
     return tuple(
         Shard(chunk.first, chunk.end, coordinate.tp_rank, degree, *experts)

@@ -6,9 +6,11 @@ Whether a plan fits a model and its devices' memory depends on more than the pla
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import NamedTuple
 
 from megatron_resihp.plan.errors import PlanError
+from megatron_resihp.plan.experts import most_experts
 from megatron_resihp.plan.layers import check_chunks, in_turns
 from megatron_resihp.plan.replica import Coordinate, Kept, Migration, Replica
 from megatron_resihp.plan.schedule import PlannedOp, check_order, stuck_op
@@ -18,12 +20,19 @@ Place = tuple[int, int]
 
 
 class Sharing(NamedTuple):
-    """How many consecutive replicas share each sequence, how many share each layer's experts, and how many members of a
-    stage have the same of these experts; 0: all have."""
+    """How replicas share sequences and experts.
+
+    Attributes:
+        context: how many consecutive ones share each sequence.
+        experts: how many share each layer's experts.
+        members: how many members of a stage have the same of these experts; 0: all have.
+        uneven: how many experts a layer has, where they are dealt in unequal numbers; 0: in equal ones.
+    """
 
     context: int = 1
     experts: int = 1
     members: int = 0
+    uneven: int = 0
 
     @property
     def together(self) -> int:
@@ -34,6 +43,12 @@ class Sharing(NamedTuple):
     def in_step(self) -> int:
         """How many consecutive groups of replicas that share sequences share experts, and so run as many rounds."""
         return self.together // self.context
+
+    @property
+    def fullest(self) -> Fraction:
+        """How many experts the worker with most of them has, over the mean."""
+        most = most_experts(self.uneven, self.experts)
+        return Fraction(most * self.experts, self.uneven) if self.uneven else Fraction(1)
 
 
 def check(
@@ -49,6 +64,7 @@ def check(
     _check_sharing(replicas, migrations, sharing.context, "sequences", "context")
     _check_sharing(replicas, migrations, sharing.experts, "experts", "expert")
     _check_members_of_experts(replicas, sharing.members)
+    _check_uneven_experts(sharing)
     _check_groups(replicas, standbys, sharing)
     _check_micro_batches(replicas[:: sharing.context])
     _check_layers(replicas)
@@ -98,9 +114,25 @@ def _check_members_of_experts(replicas: Sequence[Replica], members: int) -> None
         raise PlanError(f"{degree} members of a stage can't share its experts in groups of {members}")
 
 
+def _check_uneven_experts(sharing: Sharing) -> None:
+    """Unequal numbers are said where equal ones can't be, and nowhere else, so that a plan is said in one way only."""
+    context, sharers, members, experts = sharing
+    if type(experts) is not int or experts < 0:
+        raise PlanError(f"the number of experts dealt in unequal numbers is a whole number >= 0, got {experts!r}")
+    if not experts:
+        return
+    if experts % sharers == 0:
+        raise PlanError(f"{sharers} replicas have equal numbers of {experts} experts: leave uneven_experts out")
+    if experts < sharers:
+        raise PlanError(f"{sharers} replicas can't share {experts} experts so that each has one")
+    if members or context > 1:
+        what = "members of a stage have other experts each" if members else "replicas share sequences"
+        raise PlanError(f"experts can't be dealt in unequal numbers where {what}")
+
+
 def _check_groups(replicas: Sequence[Replica], standbys: Mapping[int, Kept], sharing: Sharing) -> None:
     """Those that share sequences run the same micro-batches."""
-    context, experts, _ = sharing
+    context, experts, *_ = sharing
     if sharing.together % min(context, experts):
         overlap = f"groups of {context} that share sequences and of {experts} that share experts overlap"
         raise PlanError(f"{overlap}: let one number divide the other")

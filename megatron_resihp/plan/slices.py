@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
+from megatron_resihp.plan.experts import dealt_experts
 from megatron_resihp.plan.parallel_plan import ParallelPlan
 from megatron_resihp.plan.replica import Shard, experts_of
 
@@ -44,8 +45,9 @@ def cuts_of(shards: Iterable[Shard]) -> int:
 
 
 def shares_of(shards: Iterable[Shard]) -> int:
-    """The number of shares of each layer's experts with which every shard has whole shares."""
-    return math.lcm(*(experts_of(shard).degree for shard in shards))
+    """The number of shares of each layer's experts with which every shard has whole shares. Where shards have unequal
+    numbers of experts, each expert is a share."""
+    return math.lcm(*(_units(shard) for shard in shards))
 
 
 def shares_of_shard(shard: Shard, shares: int) -> range:
@@ -54,11 +56,17 @@ def shares_of_shard(shard: Shard, shares: int) -> range:
     Raises:
         ValueError: their number is not a multiple of its degree.
     """
-    rank, degree, *_ = experts_of(shard)
-    each, rest = divmod(shares, degree)
+    part, units = experts_of(shard), _units(shard)
+    each, rest = divmod(shares, units)
     if rest:
-        raise ValueError(f"a share of {degree} of the experts is not made of whole shares of {shares}")
-    return range(rank * each, (rank + 1) * each)
+        raise ValueError(f"a share of {part.degree} of the experts is not made of whole shares of {shares}")
+    own = dealt_experts(units, part.degree)[part.rank]
+    return range(own.start * each, own.stop * each)
+
+
+def _units(shard: Shard) -> int:
+    """Of how many equal shares of the experts all shards are made that share them as this one does."""
+    return shard.uneven_experts or experts_of(shard).degree
 
 
 def cuts_of_shard(shard: Shard, cuts: int) -> range:

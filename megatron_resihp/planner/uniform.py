@@ -58,6 +58,17 @@ def expert_degrees(own: int, experts: int) -> tuple[int, ...]:
     return tuple(degree for degree in range(own, 0, -1) if experts % degree == 0) if experts else (1,)
 
 
+def uneven_sharings(own: int, experts: int) -> tuple[Sharing, ...]:
+    """The numbers of replicas that may share each layer's experts beside `expert_degrees`: some have one expert more
+    than others.
+
+    Args:
+        own: the job's.
+        experts: of a layer.
+    """
+    return tuple(Sharing(1, degree, 0, experts) for degree in range(own - 1, 1, -1) if experts % degree)
+
+
 def sharings(
     contexts: Sequence[int], experts: Sequence[int], members: int = 0, alike: bool = False
 ) -> tuple[Sharing, ...]:
@@ -132,7 +143,8 @@ class JobShape:
     def sharing(self, replicas: int) -> tuple[Sharing, int]:
         """How many of them share each sequence and each layer's experts, and how many then work: as many as need the
         least time, which is that of the replica with most micro-batches; and of several numbers the largest, since each
-        worker then holds the least.
+        worker then holds the least. Where experts are dealt in unequal numbers, a micro-batch takes as much longer as
+        the worker with most of them has more than the mean. Of what takes as long, equal numbers come first.
 
         Raises:
             NoPlanError: there are too few replicas, or micro-batches don't go evenly into groups of them, which must.
@@ -142,9 +154,10 @@ class JobShape:
         if not possible:
             raise NoPlanError(f"{replicas} complete replicas can't share {self.shared}")
 
-        def preference(sharing: Sharing) -> tuple[float, int, int]:
+        def preference(sharing: Sharing) -> tuple[Fraction, bool, int, int]:
             longest = max(self.shares(working[sharing] // sharing.context, sharing))
-            return longest / sharing.context, -sharing.context, -sharing.experts
+            time = longest * sharing.fullest / sharing.context
+            return time, sharing.uneven > 0, -sharing.context, -sharing.experts
 
         chosen = min(possible, key=preference)
         return chosen, working[chosen]
@@ -160,8 +173,8 @@ class JobShape:
     def shared(self) -> str:
         """What replicas must share, and in groups of how many."""
         degrees = {
-            "sequences": dict.fromkeys(sharing.context for sharing in self.sharings),
-            "experts": dict.fromkeys(sharing.experts for sharing in self.sharings),
+            "sequences": sorted({sharing.context for sharing in self.sharings}, reverse=True),
+            "experts": sorted({sharing.experts for sharing in self.sharings}, reverse=True),
         }
         shared = {what: " or ".join(map(str, numbers)) for what, numbers in degrees.items() if max(numbers) > 1}
         return " and ".join(f"{what} in groups of {numbers}" for what, numbers in shared.items())
@@ -277,7 +290,7 @@ def plan_with_room(
             plan = make(shape)
         except NoPlanError as error:
             raise NoPlanError(f"{error}; {too_large}", error.missing) if too_large else error from None
-        tried = Sharing(plan.context_parallel, plan.expert_parallel)
+        tried = plan.sharing
         if tried[:2] == own[:2]:
             return plan
         try:
@@ -374,4 +387,5 @@ def _plan(
         context_parallel=sharing.context,
         expert_parallel=sharing.experts,
         expert_members=sharing.members,
+        uneven_experts=sharing.uneven,
     )

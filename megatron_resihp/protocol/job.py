@@ -38,6 +38,7 @@ class JobDescription:
         keeps_experts: why as many replicas must share each layer's experts as in the job's own layout, and the same
             micro-batches must meet in them; empty: they needn't.
         equal_rounds: why replicas that share experts must have equally many micro-batches; empty: they needn't.
+        even_experts: why replicas that share experts must have equal numbers of them; empty: they needn't.
         experts: of a layer that has any; 0: none has.
         expert_members: see `ParallelPlan`.
         micro_batch_group: micro-batches that go through one chunk of an interleaved pipeline before its stages turn to
@@ -102,6 +103,7 @@ class JobDescription:
     keeps_context: str = ""
     keeps_experts: str = ""
     equal_rounds: str = ""
+    even_experts: str = ""
     expert_parallel: Degree = 1
     experts: Natural = 0
     expert_members: Natural = 0

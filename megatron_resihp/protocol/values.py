@@ -23,7 +23,8 @@ def _is_shard(shard: Shard) -> bool:
     bounded = min(shard) >= 0 and max(shard) <= MOST_LAYERS
     cut = shard.tp_rank < shard.tp_degree <= MOST_SHARES and shard.expert_rank < shard.expert_degree <= MOST_SHARES
     in_groups = not shard.expert_members or shard.tp_degree % shard.expert_members == 0
-    return bounded and shard.first <= shard.end and cut and in_groups
+    dealt = not shard.uneven_experts or shard.expert_degree <= shard.uneven_experts
+    return bounded and shard.first <= shard.end and cut and in_groups and dealt
 
 
 def _is_chunk(chunk: Chunk) -> bool:

@@ -29,7 +29,7 @@ def job_described(worker: int, job: JobDescription) -> Job:
         context_parallel=job.context_parallel,
         expert_parallel=job.expert_parallel,
         expert_members=job.expert_members,
-        sharings=sharings_of(job),
+        sharings=tuple((each.context, each.experts, each.members) for each in sharings_of(job)),
         equal_rounds=bool(job.equal_rounds),
         micro_batches=job.micro_batches,
         chunks=job.chunks,

@@ -26,7 +26,7 @@ from megatron_resihp.plan.slices import (
 )
 from megatron_resihp.plan.spelling import coordinate_at
 from megatron_resihp.planner import JobShape, NoPlanError, plan_uniform
-from megatron_resihp.planner.uniform import context_degrees, expert_degrees, sharings
+from megatron_resihp.planner.uniform import context_degrees, expert_degrees, sharings, uneven_sharings
 from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.planning import KnownJob
 
@@ -71,7 +71,7 @@ class Survivors:
     @property
     def known(self) -> KnownJob:
         """What the costs of plans depend on."""
-        return KnownJob.of(self.job, self.arguments, self.shape.sharings)
+        return KnownJob.of(self.job, self.arguments, sharings_of(self.job))
 
     @property
     def in_parts(self) -> bool:
@@ -83,12 +83,14 @@ def shape_of(job: JobDescription, workers_per_node: int) -> JobShape:
     """The sizes of a job, as its workers have told them."""
     return JobShape(
         job.tensor_parallel, job.pipeline_parallel, job.micro_batches, workers_per_node, job.micro_batch_group,
-        job.distributed_optimizer, job.spread_replicas, sharings_of(job), bool(job.equal_rounds),
+        job.distributed_optimizer, job.spread_replicas, sharings_of(job) + uneven_sharings_of(job),
+        bool(job.equal_rounds),
     )  # fmt: skip
 
 
 def sharings_of(job: JobDescription) -> tuple[Sharing, ...]:
-    """How many replicas may share each sequence and each layer's experts, the job's own numbers first."""
+    """How many replicas may share each sequence and each layer's experts in equal numbers, the job's own first.
+    Planners know these."""
     members = job.tensor_parallel if job.sequence_parallel else 1
     groups = job.tensor_parallel // (job.expert_members or job.tensor_parallel)
     context, sharers = job.context_parallel, job.expert_parallel
@@ -96,6 +98,14 @@ def sharings_of(job: JobDescription) -> tuple[Sharing, ...]:
     keeps = sharers == 1 or job.keeps_experts
     experts = (sharers,) if keeps else expert_degrees(sharers, job.experts // groups)
     return sharings(contexts, experts, job.expert_members, keeps_ratio(job))
+
+
+def uneven_sharings_of(job: JobDescription) -> tuple[Sharing, ...]:
+    """How many replicas may share each layer's experts in unequal numbers."""
+    keeps = job.expert_parallel == 1 or job.keeps_experts or keeps_ratio(job)
+    if keeps or job.even_experts or job.expert_members or job.context_parallel > 1:
+        return ()
+    return uneven_sharings(job.expert_parallel, job.experts)
 
 
 def keeps_ratio(job: JobDescription) -> bool:
@@ -122,7 +132,8 @@ def lacking(held: Held, layers: int, in_parts: bool = False) -> tuple[Shard, ...
 
 def without_experts(shards: tuple[Shard, ...]) -> tuple[Shard, ...]:
     """What replicas that share experts hold of all else."""
-    return tuple(each._replace(expert_rank=0, expert_degree=1, expert_members=0) for each in shards)
+    all_experts = {"expert_rank": 0, "expert_degree": 1, "expert_members": 0, "uneven_experts": 0}
+    return tuple(each._replace(**all_experts) for each in shards)
 
 
 def require_all_parts(running: ParallelPlan, survivors: Iterable[int]) -> None:

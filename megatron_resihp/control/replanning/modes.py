@@ -16,7 +16,6 @@ from megatron_resihp.executor.route_check import check_plan
 from megatron_resihp.executor.routes import RouteError
 from megatron_resihp.plan import Chunk, Kept, ParallelPlan, PlanError, Shard, shortened, spelled_out
 from megatron_resihp.plan.parallel_plan import rounds_of
-from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.plan.spelling import coordinate_at
 from megatron_resihp.protocol.job import JobDescription
 
@@ -103,8 +102,13 @@ def _check_experts(plan: ParallelPlan, job: JobDescription) -> None:
     if job.keeps_experts and not _meet_as_at_the_start(plan):
         raise PlanError(f"other micro-batches would meet in the experts: {job.keeps_experts}")
     groups = job.tensor_parallel // (job.expert_members or job.tensor_parallel)
-    if job.experts % (sharing * groups):
-        raise PlanError(f"{sharing} replicas can't share the {job.experts} experts of a layer evenly")
+    if job.experts % (sharing * groups) and not plan.uneven_experts:
+        said = f"{sharing} replicas can't share the {job.experts} experts of a layer evenly"
+        raise PlanError(said if job.even_experts else f'{said}; unless the plan says "uneven_experts": {job.experts}')
+    if plan.uneven_experts not in (0, job.experts):
+        raise PlanError(f"each layer has {job.experts} experts, not {plan.uneven_experts}")
+    if plan.uneven_experts and job.even_experts:
+        raise PlanError(f"experts can't be dealt in unequal numbers: {job.even_experts}")
     if plan.expert_members != job.expert_members:
         said = f"expert_members is {job.expert_members} in this job, not {plan.expert_members}"
         raise PlanError(f"{said}: how members of a stage share experts stays the same")
@@ -114,7 +118,7 @@ def _meet_as_at_the_start(plan: ParallelPlan) -> bool:
     """Whether the micro-batches that replicas which share experts run at a time are those that Megatron's own dealing
     gives them, whatever the number of replicas: as many in a row, from a multiple of that on."""
     hands = [replica.micro_batches for replica in plan.replicas[:: plan.context_parallel]]
-    count = Sharing(plan.context_parallel, plan.expert_parallel).in_step
+    count = plan.sharing.in_step
     return all(
         each == tuple(range(each[0], each[0] + count)) and each[0] % count == 0
         for first in range(0, len(hands), count)

@@ -37,7 +37,13 @@ from megatron_resihp.control.worker.identity import Identity, check_in, identity
 from megatron_resihp.control.worker.own_address import own_address
 from megatron_resihp.control.worker.reach import Door
 from megatron_resihp.cost.arguments import ARGUMENTS
-from megatron_resihp.cost.training import why_equal_rounds, why_own_context, why_own_degree, why_own_experts
+from megatron_resihp.cost.training import (
+    why_equal_rounds,
+    why_even_experts,
+    why_own_context,
+    why_own_degree,
+    why_own_experts,
+)
 from megatron_resihp.detector.input.wire import pack
 from megatron_resihp.events.workers import WorkerStarted
 from megatron_resihp.executor.groups.communicators import Communicators
@@ -190,6 +196,7 @@ def describe_job(job: Job) -> JobDescription:
         keeps_context=why_own_context(vars(args)),
         keeps_experts=why_own_experts(vars(args)),
         equal_rounds=why_equal_rounds(vars(args)),
+        even_experts=why_even_experts(vars(args)),
         emulated=config.resihp_emulate,
         train_iters=args.train_iters,
         ends_early=bool(args.exit_interval or job.minutes),

@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 
 from megatron_resihp.plan import Shard
+from megatron_resihp.plan.experts import dealt_experts
 from megatron_resihp.plan.replica import experts_of
 from megatron_resihp.plan.slices import NO_EXPERT, TIED, WHOLE, Slice, cuts_of_shard, expert_cuts_of_shard
 
@@ -166,7 +167,7 @@ def expert_of(inner: str, shard: Shard, config: Any, shares: int) -> tuple[int, 
     if found is None:
         return NO_EXPERT, inner
     part = experts_of(shard)
-    number = part.rank * (config.num_moe_experts // part.degree) + int(found[2] or found[3])
+    number = dealt_experts(config.num_moe_experts, part.degree)[part.rank].start + int(found[2] or found[3])
     before, after = inner[: found.end(1)], inner[found.end() :]
     return number * shares // config.num_moe_experts, f"{before}{number}{after}"
 

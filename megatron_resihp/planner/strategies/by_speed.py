@@ -36,7 +36,7 @@ def by_speed(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
     candidates, reasons = list[ParallelPlan](), [""]
     optional = set(plan.working) <= health.speed.keys()
     if optional:
-        own = Sharing(plan.context_parallel, plan.expert_parallel, plan.expert_members)
+        own = plan.sharing
         alike = health.speed.keys() == set(plan.members)
         candidates.append(plan if alike else next_plan(plan.replicas, plan, health, cost, sharing=own))
     try:

@@ -10,7 +10,6 @@ from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.memory import check_plan
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.plan.layers import interleaves
-from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.strategies.common import next_plan, spelt_out
 from megatron_resihp.planner.uniform import JobShape, plan_uniform, plan_with_room
@@ -45,5 +44,5 @@ def uniform(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
         check_plan(found, cost.model, cost.training, cost.device.memory)
 
     found = plan_with_room(shape, make, check)
-    sharing = Sharing(found.context_parallel, found.expert_parallel, found.expert_members)
+    sharing = found.sharing
     return next_plan(found.replicas, plan, health, cost, sharing=sharing)

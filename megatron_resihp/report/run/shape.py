@@ -28,10 +28,11 @@ def standbys(plan: Plan) -> set[int]:
 
 def describe(plan: Plan) -> str:
     """For example "DP2 PP2 TP2", "DP2 CP2 PP2 TP2" where two replicas share each sequence, "DP4 EP2 PP2 TP2" where two
-    of four share experts, or "DP3: 2x PP2 TP2, 1x PP2 TP2/1" where replicas differ."""
+    of four share experts, "DP3 EP3 (3 or 2 experts each) PP1 TP1" where these are dealt in unequal numbers, or
+    "DP3: 2x PP2 TP2, 1x PP2 TP2/1" where replicas differ."""
     shapes, context = Counter(_replica(replica["stages"]) for replica in plan["replicas"]), _context(plan)
     groups = f"DP{len(plan['replicas']) // context}" + (f" CP{context}" if context > 1 else "")
-    groups += f" EP{_experts(plan)}" if _experts(plan) > 1 else ""
+    groups += f" EP{_experts(plan)}{_dealt(plan)}" if _experts(plan) > 1 else ""
     return f"{groups}{' ' if len(shapes) == 1 else ': '}{_counted(shapes)}"
 
 
@@ -77,6 +78,13 @@ def _context(plan: Plan) -> int:
 def _experts(plan: Plan) -> int:
     """How many replicas share each layer's experts."""
     return int(plan.get("expert_parallel", 1))
+
+
+def _dealt(plan: Plan) -> str:
+    """How many experts each of those that share them has, where their numbers differ."""
+    experts = int(plan.get("uneven_experts", 0))
+    least = experts // _experts(plan)
+    return f" ({least + 1} or {least} experts each)" if experts else ""
 
 
 def _layers(chunks: Iterable[Sequence[int]]) -> str:

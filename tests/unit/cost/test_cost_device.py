@@ -21,6 +21,7 @@ from megatron_resihp.cost.training import (
     Training,
     training_from_arguments,
     why_equal_rounds,
+    why_even_experts,
     why_own_context,
     why_own_degree,
     why_own_experts,
@@ -124,6 +125,22 @@ def test_scales_of_eight_bits_are_those_of_the_tokens_that_meet() -> None:
 )  # fmt: skip
 def test_rounds_that_count_nothing_are_calls_of_their_own(arguments: dict[str, Any], why: str) -> None:
     found = why_equal_rounds(arguments)
+    assert why in found and bool(found) == bool(why)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({"num_experts": 8, "moe_router_load_balancing_type": ["aux_loss"]}, ""),
+        ({"overlap_moe_expert_parallel_comm": True}, "in turns with another"),
+        ({"moe_grouped_gemm": True}, "saves equal numbers only"),
+        ({"moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor"),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn"),
+        ({"num_distributed_optimizer_instances": 2}, "--num-distributed-optimizer-instances"),
+    ],
+)
+def test_where_experts_are_dealt_in_equal_numbers_only(arguments: dict[str, Any], why: str) -> None:
+    found = why_even_experts(arguments)
     assert why in found and bool(found) == bool(why)
 
 

@@ -153,6 +153,16 @@ class TestState:
         three = memory_of(uniform(1, 1, 24, 1), model, replace(training, optimizer_instances=2))[0]
         assert three.optimizer == -(-12 * (other + experts) // 24), "three of each expert are in one instance"
 
+    def test_of_the_worker_with_most_experts_where_their_numbers_differ(self) -> None:
+        """Of 64 experts, the fullest of six workers has eleven."""
+        model, name = preset("deepseek-v2-lite"), "deepseek-v2-lite"
+        training = training_from_arguments({**PRESETS[name], "seq_length": 4096})
+        plan = replace(uniform(1, 1, 6, 1), expert_parallel=6, uneven_experts=64)
+        use, eleven = memory_of(plan, model, training)[0], 26 * 11 * 3 * 2048 * 1408
+        assert use.weights == 2 * (model.parameters - 26 * 64 * 3 * 2048 * 1408 + eleven)
+        alone = memory_of(replace(plan, expert_parallel=1, uneven_experts=0), model, training)[0]
+        assert use.activations > alone.activations, "it gets tokens of 66 / 64 as many"
+
 
 class TestActivations:
     @pytest.mark.parametrize(("limit", "waiting"), [(2, 2), (0, 8), (99, 8)])

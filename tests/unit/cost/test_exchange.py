@@ -81,11 +81,17 @@ class TestLoads:
 
     @pytest.mark.parametrize(("degree", "share"), [(1, 1.0), (2, 1.0), (4, 6 / 4), (8, 5 / 2)])
     def test_the_busiest_workers_share(self, degree: int, share: float) -> None:
-        assert replace(TRAINING, expert_parallel=degree, expert_loads=self.LOADS).busiest_share == pytest.approx(share)
+        training = replace(TRAINING, expert_parallel=degree, expert_loads=self.LOADS)
+        assert training.busiest_share(8) == pytest.approx(share)
+
+    def test_the_busiest_workers_share_where_it_has_more_experts_than_others(self) -> None:
+        training = replace(TRAINING, expert_parallel=3)
+        assert training.busiest_share(8) == pytest.approx(3 / (8 / 3))
+        assert replace(training, expert_loads=self.LOADS).busiest_share(8) == pytest.approx(7 / (16 / 3))
 
     def test_members_with_other_experts_count_as_sharers(self) -> None:
         training = replace(TRAINING, expert_parallel=2, expert_groups=2, expert_loads=self.LOADS)
-        assert training.busiest_share == pytest.approx(6 / 4)
+        assert training.busiest_share(8) == pytest.approx(6 / 4)
 
     def test_it_computes_sends_and_keeps_more(self) -> None:
         even = replace(TRAINING, expert_parallel=4)

@@ -11,6 +11,7 @@ import pytest
 from megatron_resihp.config import INJECTION_POINTS
 from megatron_resihp.integration import enable
 from megatron_resihp.integration.patches.experts.additional_rounds import patches_of as round_patches
+from megatron_resihp.integration.patches.experts.uneven import patches_of as uneven_patches
 from megatron_resihp.integration.patches.training import training_patches
 from megatron_resihp.integration.probes.injection_points import TARGETS, injection_patches
 from megatron_resihp.integration.probes.patches import probe_patches
@@ -32,7 +33,7 @@ RUNTIME = worker(set(INJECTION_POINTS))
 TRAINING = training_patches(RUNTIME, current())
 PATCHES = [
     *enable.writer_patches(), *TRAINING, *probe_patches(RUNTIME), *injection_patches(RUNTIME),
-    *stream_patches(RUNTIME), *round_patches(RUNTIME),
+    *stream_patches(RUNTIME), *round_patches(RUNTIME), *uneven_patches(),
 ]  # fmt: skip
 
 

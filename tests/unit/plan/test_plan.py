@@ -319,6 +319,19 @@ class TestSharedExperts:
         shared = ParallelPlan(replicas, {}, expert_parallel=2, expert_members=1)
         assert spelled_out(shared, even_chunks(2, 1)).shards_of(3) == (Shard(0, 4, 1, 2, 1, 2, 1),)
 
+    def test_experts_may_be_dealt_in_unequal_numbers(self) -> None:
+        replicas = tuple(Replica(((number,),), (number,)) for number in range(3))
+        plan = ParallelPlan(replicas, {3: None}, expert_parallel=3, uneven_experts=8)
+        again = ParallelPlan.from_dict(json.loads(json.dumps(plan.to_dict())))
+        assert again == plan == pickle.loads(pickle.dumps(plan)) and plan.not_uniform is None
+        assert "uneven_experts" not in self.PLAN.to_dict(), "plans without them keep their digests"
+        assert spelled_out(plan, even_chunks(2, 1)).shards_of(2) == (Shard(0, 4, 0, 1, 2, 3, 0, 8),)
+        alone = replace(plan, expert_parallel=1, uneven_experts=0)
+        assert differences(alone, plan) == ("expert-parallel degree 1 → 3", "experts dealt in equal numbers → as 3 3 2")
+        many = tuple(Replica(((number,),), (number,)) for number in range(9))
+        [*_, said] = differences(alone, ParallelPlan(many, expert_parallel=9, uneven_experts=128))
+        assert said == "experts dealt in equal numbers → as 15 or 14 each"
+
     @pytest.mark.parametrize(
         ("replicas", "standbys", "degrees", "reason"),
         [
@@ -328,6 +341,19 @@ class TestSharedExperts:
             (PAIR, {}, {"expert_members": -1}, "have the same experts is a whole number >= 0, got -1"),
             (PAIR, {}, {"expert_members": 2}, "1 members of a stage can't share its experts in groups of 2"),
             (PAIR, {4: Coordinate(0, 0)}, {"expert_parallel": 2}, "worker 4 has no work and can't keep a shard"),
+            (PAIR, {}, {"uneven_experts": -1}, "dealt in unequal numbers is a whole number >= 0, got -1"),
+            (PAIR, {}, {"uneven_experts": 3}, "1 replicas have equal numbers of 3 experts: leave uneven_experts out"),
+            (PAIR, {}, {"expert_parallel": 2, "uneven_experts": 4}, "2 replicas have equal numbers of 4 experts"),
+            (PAIR, {}, {"expert_parallel": 2, "uneven_experts": 1}, "2 replicas can't share 1 experts so that each"),
+            (
+                PAIR, {}, {"expert_parallel": 2, "uneven_experts": 3, "expert_members": 1},
+                "unequal numbers where members of a stage have other experts each",
+            ),
+            (
+                tuple(replace(each, micro_batches=(0,)) for each in PAIR), {},
+                {"expert_parallel": 2, "uneven_experts": 3, "context_parallel": 2},
+                "unequal numbers where replicas share sequences",
+            ),
         ],
     )  # fmt: skip
     def test_what_they_must_have_in_common(

@@ -170,3 +170,17 @@ class TestMembersWithOtherExperts:
     def test_pairs_of_four_members_have_cuts_of_the_same_experts(self) -> None:
         found = [experts_of(Shard(1, 2, rank, 4, 0, 1, 2)) for rank in range(4)]
         assert found == [(0, 2, 0, 2), (0, 2, 1, 2), (1, 2, 0, 2), (1, 2, 1, 2)]
+
+
+@given(st.integers(2, 24).flatmap(lambda experts: st.tuples(st.just(experts), st.integers(1, experts))))
+def test_unequal_shares_of_experts_are_slices_of_equal_ones(sizes: tuple[int, int]) -> None:
+    """Each expert is a slice of its own, of one sharer, beside shards with all of them or an equal part."""
+    experts, sharers = sizes
+    uneven = experts if experts % sharers else 0
+    shards = [Shard(1, 2, 0, 1, rank, sharers, 0, uneven) for rank in range(sharers)]
+    equal = [Shard(1, 2, 0, 1, 0, degree) for degree in range(1, experts + 1) if experts % degree == 0]
+    shares = shares_of([*shards, *equal])
+    assert shares == experts
+    found = [piece.share for shard in shards for piece in slices_of([shard], 1, None, shares) if piece.share >= 0]
+    assert sorted(found) == sorted(2 * [*range(experts)]), "once as what members cut, and once as what they hold whole"
+    assert uneven == 0 or shares_of(shards) == experts

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_resihp.plan import Coordinate, ParallelPlan, Replica
 from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.planner import JobShape, NoPlanError, initial_plan, plan_uniform
-from megatron_resihp.planner.uniform import context_degrees, expert_degrees, sharings
+from megatron_resihp.planner.uniform import context_degrees, expert_degrees, sharings, uneven_sharings
 
 Held = dict[int, Coordinate | None]
 
@@ -307,6 +307,26 @@ class TestSharedExperts:
         plan = plan_uniform(shape, held, before)
         assert plan.expert_parallel == expected[0] and not plan.standbys
         assert [len(replica.micro_batches) for replica in plan.replicas] == expected[1]
+
+    @pytest.mark.parametrize(
+        ("own", "survivors", "micro_batches", "even", "expected"),
+        [
+            (4, 3, 8, (4, 2), (3, 3)), (4, 3, 8, (4, 2, 1), (1, 3)), (4, 3, 6, (4, 2), (3, 3)),
+            (4, 3, 4, (4, 2), (2, 2)), (8, 7, 56, (8, 4, 2), (2, 6)), (8, 3, 8, (8, 4), (3, 3)),
+            (8, 5, 20, (8, 4), (4, 4)),
+        ],
+    )  # fmt: skip
+    def test_experts_are_dealt_in_unequal_numbers_where_that_is_faster(
+        self, own: int, survivors: int, micro_batches: int, even: tuple[int, ...], expected: tuple[int, int]
+    ) -> None:
+        """Of eight experts. Each worker waits for the one with most of them: seven that share have two at most, so each
+        of their rounds takes 7/4 of its time, and three pairs are faster. What takes as long is dealt in equal numbers.
+        """
+        shape = JobShape(1, 1, micro_batches, sharings=sharings((1,), even) + uneven_sharings(own, 8))
+        before = ParallelPlan(tuple(Replica(((w,),), (w,)) for w in range(own)))
+        plan = plan_uniform(shape, dict.fromkeys(range(survivors), Coordinate(0, 0)), before)
+        assert (plan.expert_parallel, len(plan.replicas)) == expected
+        assert plan.uneven_experts == (8 if 8 % plan.expert_parallel else 0)
 
     def test_the_time_of_those_that_share_is_that_of_the_one_with_most_micro_batches(self) -> None:
         """Four with 2, 2, 2 and 1 take as long as two pairs, and hold fewer experts each."""

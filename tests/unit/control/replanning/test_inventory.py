@@ -166,6 +166,17 @@ class TestSharedExperts:
         with pytest.raises(NoPlanError, match="share 3 of 4 of the experts of layer 0 is held by no survivor"):
             plan_for_survivors(shape, own, left, initial_plan(shape, 8))
 
+    def test_experts_in_unequal_numbers_are_lost_by_number(self) -> None:
+        """Three share eight; the third has the last two, of which another worker has one in an equal share."""
+        dealt = {rank: (Shard(0, 2, 0, 1, rank, 3, 0, 8),) for rank in range(3)}
+        assert lacking(dealt, 2) == ()
+        first = {rank: dealt[rank] for rank in (0, 1)}
+        assert lacking(first, 2) == (Shard(0, 2, 0, 1, 6, 8), Shard(0, 2, 0, 1, 7, 8))
+        assert lacking(first | {3: (Shard(0, 2, 0, 1, 7, 8),)}, 2) == (Shard(0, 2, 0, 1, 6, 8),)
+        shape = JobShape(1, 1, micro_batches=8, sharings=sharings((1,), (4, 2, 1)))
+        with pytest.raises(NoPlanError, match="share 6 of 8 of the experts of layer 0 is held by no survivor"):
+            plan_for_survivors(shape, (Chunk(0, 0, 2),), first, initial_plan(shape, 4))
+
     def test_what_is_held_under_plans_that_share_otherwise_counts_together(self) -> None:
         """The first worker has none of the second half of the experts, of which the last two have a quarter each."""
         held = {0: (Shard(0, 2, 0, 2, 0, 1, 1),), 2: (Shard(0, 2, 0, 2, 1, 2, 1),), 3: (Shard(0, 2, 1, 2, 1, 2, 1),)}

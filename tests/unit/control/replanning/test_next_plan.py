@@ -450,7 +450,7 @@ def test_survivors_with_more_experts_each_go_on_without_room_for_what_was_before
                              "expert_model_parallel_size": 4, "use_distributed_optimizer": True}  # fmt: skip
     model, training = model_from_arguments(arguments), training_of_job(arguments, OwnSplit(own, 1))
     job = replace(JOB, chunks=own, pipeline_parallel=1, micro_batches=8, expert_parallel=4, experts=8,
-                  distributed_optimizer=True, host_memory=0)  # fmt: skip
+                  even_experts="they are grouped", distributed_optimizer=True, host_memory=0)  # fmt: skip
     shape = shape_of(job, workers_per_node=4)
     start = initial_plan(shape, 4)
     full = spelled_out(start, own)
@@ -463,6 +463,69 @@ def test_survivors_with_more_experts_each_go_on_without_room_for_what_was_before
     assert (plan.expert_parallel, len(plan.replicas)) == (2, 2)
     with pytest.raises(NoPlanError, match="memory exceeded"):
         uniform_plan(replace(survivors, job=replace(job, device_memory=needed // 2)))
+
+
+class TestUnequalNumbersOfExperts:
+    """Four workers share eight experts, and one is lost."""
+
+    OWN: ClassVar = even_chunks(4, 1)
+    SHARED: ClassVar = replace(
+        JOB, chunks=OWN, pipeline_parallel=1, micro_batches=8, expert_parallel=4, experts=8, distributed_optimizer=True
+    )
+
+    def plan(self, sharers: int, experts: int) -> ParallelPlan:
+        hands = [tuple(range(worker, 8, sharers)) for worker in range(sharers)]
+        replicas = tuple(Replica(((worker,),), hand) for worker, hand in enumerate(hands))
+        return ParallelPlan(replicas, expert_parallel=sharers, uneven_experts=experts)
+
+    @pytest.mark.parametrize(
+        ("told", "degrees"),
+        [
+            ({}, [4, 2, 1, 3]), ({"even_experts": "they are grouped"}, [4, 2, 1]), ({"context_parallel": 2}, [4, 2, 1]),
+            ({"tensor_parallel": 2, "expert_members": 1}, [4, 2, 1]), ({"keeps_experts": "of what they get"}, [4]),
+            ({"pipeline_parallel": 2, "pipeline_last": False}, [4]),
+        ],
+    )  # fmt: skip
+    def test_where_they_may_be_dealt_so(self, told: dict[str, Any], degrees: list[int]) -> None:
+        shape = shape_of(replace(self.SHARED, **told), workers_per_node=4)
+        assert list(dict.fromkeys(each.experts for each in shape.sharings)) == degrees
+        assert [each.uneven for each in shape.sharings if each.experts == 3] == [8] * degrees.count(3)
+
+    def test_three_share_where_memory_holds_them_and_not_all_of_each(self) -> None:
+        """Copies of parts of the optimizer have what was lost. Where each survivor may have all experts, it has."""
+        arguments = {**ARGUMENTS, "num_experts": 8, "moe_ffn_hidden_size": 256, "use_distributed_optimizer": True}
+        shape = shape_of(self.SHARED, workers_per_node=4)
+        start = initial_plan(shape, 4)
+        full = spelled_out(start, self.OWN)
+        held = {worker: full.shards_of(worker) for worker in range(3)}
+
+        def plan(device_memory: int) -> ParallelPlan:
+            job = replace(self.SHARED, device_memory=device_memory, memory_reserve=0.0, host_memory=2**30)
+            return uniform_plan(Survivors(shape, self.OWN, held, start, start, job, arguments, 4))[0]
+
+        alone = plan(2**30)
+        assert (alone.expert_parallel, len(alone.replicas), alone.uneven_experts) == (1, 3, 0)
+        model, training = model_from_arguments(arguments), training_from_arguments(arguments)
+        used = memory_of(spelled_out(alone, self.OWN), model, training)
+        shared = plan(max(use.total for use in used.values()) - 1)
+        assert (shared.expert_parallel, shared.uneven_experts) == (3, 8) and not shared.standbys
+        assert [len(replica.micro_batches) for replica in shared.replicas] == [3, 3, 2]
+
+    @pytest.mark.parametrize(
+        ("sharers", "experts", "why", "reason"),
+        [
+            (3, 0, "", r"3 replicas can't share the 8 experts of a layer evenly; unless .* \"uneven_experts\": 8"),
+            (3, 0, "they are grouped", "3 replicas can't share the 8 experts of a layer evenly$"),
+            (3, 10, "", "each layer has 8 experts, not 10"),
+            (3, 8, "they are grouped", "experts can't be dealt in unequal numbers: they are grouped"),
+        ],
+    )
+    def test_what_users_ask_for(self, sharers: int, experts: int, why: str, reason: str) -> None:
+        good = self.plan(3, 8)
+        mode_of(good).check_ops(good, self.OWN, self.SHARED)
+        plan = self.plan(sharers, experts)
+        with pytest.raises(PlanError, match=reason):
+            mode_of(plan).check_ops(plan, self.OWN, replace(self.SHARED, even_experts=why))
 
 
 def model_and_training() -> tuple[Model, Training]:

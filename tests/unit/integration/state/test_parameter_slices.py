@@ -163,6 +163,17 @@ def test_an_expert_is_the_same_slice_whoever_holds_it() -> None:
     assert halves == of(Shard(1, 2, 0, 1), 4) and len(halves) == 4
 
 
+def test_an_expert_is_the_same_slice_where_workers_have_unequal_numbers_of_them() -> None:
+    """Three workers have 3, 3 and 2 of eight experts, or one has all."""
+    config, inner = SimpleNamespace(num_moe_experts=8), "mlp.experts.local_experts.{}.linear_fc1.weight"
+    found = [
+        expert_of(inner.format(place), Shard(1, 2, 0, 1, rank, 3, 0, 8), config, 8)
+        for rank, count in enumerate([3, 3, 2])
+        for place in range(count)
+    ]
+    assert found == [expert_of(inner.format(place), Shard(1, 2, 0, 1), config, 8) for place in range(8)]
+
+
 def test_members_of_a_stage_may_have_whole_experts() -> None:
     """Two members with one expert each have the same slices of them between them as one that has both."""
 

@@ -246,6 +246,8 @@ def test_shapes_of_unlike_replicas() -> None:
     assert describe({"replicas": [uneven]}) == "DP1 PP2 TP2/1"
     assert describe({"replicas": [even] * 4, "context_parallel": 2}) == "DP2 CP2 PP2 TP2"
     assert describe({"replicas": [even] * 4, "expert_parallel": 2}) == "DP4 EP2 PP2 TP2"
+    dealt = {"replicas": [even] * 3, "expert_parallel": 3, "uneven_experts": 8}
+    assert describe(dealt) == "DP3 EP3 (3 or 2 experts each) PP2 TP2"
 
 
 def test_layers_and_micro_batches_in_words() -> None:

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patches: layers whose experts are dealt out in unequal numbers.
+
+Megatron's layers, dispatchers and checkpoints take it that those who share a layer's experts have as many each. Here a
+layer has the modules of its own experts only, its dispatcher sees slots (`slots.py`), and a checkpoint has each expert
+under its number among all of its layer, as any other. Where numbers are equal, all is Megatron's own. May import
+megatron, `plan` and this package.
+"""
+
+import copy
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, Final
+
+from megatron_resihp.integration.patch import Patch
+from megatron_resihp.integration.patches.experts.slots import AllGatherInSlots, AllToAllInSlots
+from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.world.heterogeneous_groups import StageGroup
+from megatron_resihp.plan.experts import dealt_experts
+
+MOE: Final = "megatron.core.transformer.moe"
+DISPATCHER: Final = ("num_local_experts", "local_expert_indices", "config", "pg_collection")
+
+
+def uneven_patches(runtime: Runtime) -> list[Patch]:
+    """Those that one worker needs: none where replicas share no experts under any plan."""
+    return patches_of() if runtime.job.own.shares_experts else []
+
+
+def patches_of() -> list[Patch]:
+    """All of them."""
+    return [
+        Patch(
+            f"{MOE}.moe_layer:BaseMoELayer.__init__",
+            wrap_layer,
+            ("self", "config", "layer_number", "pg_collection"),
+            "gives a layer its own experts, where others have another number of them",
+        ),
+        Patch(
+            f"{MOE}.moe_layer:MoEAlltoAllTokenDispatcher",
+            functools.partial(wrap_dispatcher, AllToAllInSlots),
+            DISPATCHER,
+            "sends tokens to experts in slots, where workers have unequal numbers of them",
+        ),
+        Patch(
+            f"{MOE}.moe_layer:MoEAllGatherTokenDispatcher",
+            functools.partial(wrap_dispatcher, AllGatherInSlots),
+            DISPATCHER,
+            "gathers tokens for experts in slots, where workers have unequal numbers of them",
+        ),
+        Patch(
+            f"{MOE}.experts:SequentialMLP.sharded_state_dict",
+            wrap_sharded_state_dict,
+            ("self", "prefix", "sharded_offsets", "metadata"),
+            "saves experts by their numbers among all of their layer",
+        ),
+    ]
+
+
+def own_experts(config: Any, group: Any) -> range | None:
+    """The numbers of this worker's experts among all of a layer; None: all workers have as many, as Megatron has it.
+
+    Args:
+        config: Megatron's, of the model.
+        group: of those that share the experts.
+    """
+    experts, sharers = config.num_moe_experts, group.size()
+    return dealt_experts(experts, sharers)[group.rank()] if experts % sharers else None
+
+
+def wrap_layer(original: Callable[..., None]) -> Callable[..., None]:
+    """A layer's start. Megatron is told of a number of experts that it can share out, and corrected afterwards."""
+
+    @functools.wraps(original)
+    def __init__(
+        self: Any, config: Any, layer_number: int | None = None, pg_collection: Any = None, **options: Any
+    ) -> None:
+        own = own_experts(config, pg_collection.ep)
+        if own is None:
+            original(self, config, layer_number, pg_collection, **options)
+            return
+        shared = copy.copy(config)
+        shared.num_moe_experts = len(own) * pg_collection.ep.size()
+        original(self, shared, layer_number, pg_collection, **options)
+        self.config = config
+        self.num_local_experts, self.local_expert_indices = len(own), list(own)
+
+    return __init__
+
+
+def wrap_dispatcher(in_slots: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """What a layer calls for its dispatcher. `in_slots`: takes the place of Megatron's where numbers are unequal."""
+
+    def dispatcher(num_local_experts: int, local_expert_indices: list[int], config: Any, pg_collection: Any) -> Any:
+        if own_experts(config, pg_collection.ep) is None:
+            return original(num_local_experts, local_expert_indices, config=config, pg_collection=pg_collection)
+        return in_slots(config, pg_collection)
+
+    return dispatcher
+
+
+def wrap_sharded_state_dict(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Where checkpoints have a worker's experts: each is said as if it were a worker's only one, of as many workers as
+    there are experts."""
+
+    @functools.wraps(original)
+    def sharded_state_dict(
+        self: Any, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        own = own_experts(self.config, self.ep_group)
+        if own is None:
+            return original(self, prefix, sharded_offsets, metadata)
+        found: dict[str, Any] = {}
+        for place, (number, expert) in enumerate(zip(own, self.local_experts, strict=True)):
+            group = StageGroup(number, self.config.num_moe_experts)
+            alone = SimpleNamespace(
+                local_experts=[expert], num_local_experts=1, ep_group=group, tp_group=self.tp_group,
+                dp_group=self.dp_group,
+            )  # fmt: skip
+            first = f"{prefix}local_experts.0."
+            for name, entry in original(alone, prefix, sharded_offsets, metadata).items():
+                found[f"{prefix}local_experts.{place}.{name.removeprefix(first)}"] = entry
+        return found
+
+    return sharded_state_dict
