@@ -21,7 +21,8 @@ from megatron_resihp.planner.strategies.registry import STRATEGIES
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = (ROOT, ROOT / "docs", ROOT / "docs" / "how-to", ROOT / "patches")
-PATCHED_IN = ("patches/training.py", "probes/patches.py", "streams/patches.py", "enable.py", "releases.py")
+PATCHED_IN = ("patches/training.py", "probes/patches.py", "streams/patches.py", "enable.py", "releases.py",
+              "patches/experts/uneven.py")  # fmt: skip
 PAGES = sorted(str(path.relative_to(ROOT)) for folder in FOLDERS for path in folder.glob("*.md"))
 
 

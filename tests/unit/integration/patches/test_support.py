@@ -378,7 +378,7 @@ def test_refusals_speak_of_what_was_given() -> None:
         pytest.param("--dataloader-inter-document-masking", marks=SINCE_019),
         "--window-size 4,0", "--softmax-type learnable", "--multi-latent-attention",
         "--num-distributed-optimizer-instances 2 --use-distributed-optimizer", "--cp-comm-type ring",
-        "--resihp-strategy joint", "--resihp-spread-replicas", "--resihp-plan auto",
+        "--resihp-strategy recycle", "--resihp-spread-replicas", "--resihp-plan auto",
         "--moe-input-jitter-eps 0.1 --num-experts 4", "--moe-router-force-load-balancing --num-experts 4",
     ],
 )  # fmt: skip
@@ -441,7 +441,7 @@ def test_experts_may_be_shared(check: Check, command: str) -> None:
     [
         "--reset-position-ids", "--expert-tensor-parallel-size 1 --tensor-model-parallel-size 4 --sequence-parallel",
         "--expert-tensor-parallel-size 2",
-        "--resihp-spread-replicas", "--resihp-strategy joint",
+        "--resihp-spread-replicas", "--resihp-strategy recycle",
         "--context-parallel-size 2 --num-experts 12 --expert-model-parallel-size 3",
         "--context-parallel-size 4 --num-experts 12 --expert-model-parallel-size 6",
     ],
