@@ -233,6 +233,12 @@ def why_even_experts(arguments: Mapping[str, Any]) -> str:
         return "no test covers it with sinkhorn"
     if (arguments.get("num_distributed_optimizer_instances") or 1) > 1:
         return "no test covers it with --num-distributed-optimizer-instances"
+    if (arguments.get("context_parallel_size") or 1) > 1:
+        return "no test covers it with context parallelism"
+    if arguments.get("ddp_num_buckets"):
+        return "with --ddp-num-buckets, what a worker holds says how its gradients are cut"
+    if arguments.get("ddp_average_in_collective"):
+        return "with --ddp-average-in-collective, Megatron refuses some numbers of replicas"
     return ""
 
 
