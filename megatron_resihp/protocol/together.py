@@ -50,6 +50,12 @@ class Together:
         Args:
             texts: as of `may_be_together`, in the order in which workers of one node have sent them.
         """
+        try:
+            return self._told(texts)
+        except RecursionError:  # no worker of ours says what is so deep
+            return [((place,), text) for place, text in enumerate(texts)]
+
+    def _told(self, texts: Sequence[bytes]) -> list[Told]:
         letters = [_letter_in(text) for text in texts]
         records = {id(letter.body.record): letter.body.record for letter in letters if letter is not None}
         # By their texts, as numbers that are equal may be written otherwise. Most are one instance, as they are read.
@@ -78,7 +84,7 @@ def _letter_in(text: bytes) -> Letter[SurvivorReport] | None:
     except (MalformedError, UnicodeDecodeError):
         return None
     match letter:
-        case Letter(sender, SurvivorReport() as report, str(id)):
+        case Letter(sender, SurvivorReport() as report, str(id)) if id:
             return Letter(sender, report, id)
     return None
 

@@ -45,9 +45,9 @@ from megatron_resihp.protocol.together import Together
 
 READ_BYTES: Final = 1 << 18
 LOOK_S: Final = 1.0
-ELSEWHERE_S: Final = 20.0
+ELSEWHERE_S: Final = 8.0
 """How often it is looked whether the run directory names another coordinator, though this one answers: it may have been
-cut off from all but its nodes. Much less than the time in which the other one waits for them."""
+cut off from all but its nodes. With an attempt it is less than the time for which one that ends the job stays."""
 MOST_CONNECTIONS: Final = 32
 """That a worker may have at once; it needs four, and some more while it finds another coordinator."""
 LED_ATTEMPT_S: Final = 5.0

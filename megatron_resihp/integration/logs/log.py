@@ -54,7 +54,7 @@ class MegatronLog:
         """Send what has been noted, though it be nothing: the coordinator has to know that all of it has come.
 
         Nothing is sent in a broken epoch: Megatron may have logged what an aborted collective has left. A page that is
-        missing is logged again.
+        missing is logged again; but that of the job's last call stays missing if all that live have made it.
 
         Raises:
             JobEnded: the coordinator is gone.

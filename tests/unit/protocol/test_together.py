@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_resihp.plan import Shard
+from megatron_resihp.protocol import together as module
 from megatron_resihp.protocol.messages import MESSAGES, NodeReport, ScriptEnded, SurvivorReport
 from megatron_resihp.protocol.records import IterationPhase, Record
 from megatron_resihp.protocol.together import LONGEST, MOST, Together, may_be_together
@@ -51,12 +52,29 @@ def test_reports_that_say_something_else_are_told_apart(other: SurvivorReport) -
     assert Together("node").told(texts[:2]) == [((0,), texts[0]), ((1,), texts[1])], "each as it came"
 
 
-@pytest.mark.parametrize("odd", [sent(report(1), None), sent(report(1))[:-2], sent(report(1))[:-9] + b"\xff}}"])
+@pytest.mark.parametrize(
+    "odd",
+    [
+        sent(report(1), None),
+        sent(report(1), " ").replace(b'" "', b'""'),
+        sent(report(1))[:-2],
+        sent(report(1))[:-9] + b"\xff}}",
+    ],
+)
 def test_a_text_that_is_no_report_goes_as_it_came(odd: bytes) -> None:
     """The coordinator tells what is wrong with it. A report without an id could not be known if it came again."""
     others = [sent(report(worker)) for worker in (0, 2)]
     result = Together("node").told([others[0], odd, others[1]])
     assert [places for places, _ in result] == [(0, 2), (1,)] and result[1][1] == odd
+
+
+def test_texts_that_are_too_deep_to_be_joined_go_as_they_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_deep(value: object) -> str:
+        raise RecursionError
+
+    texts = [sent(report(worker)) for worker in range(2)]
+    monkeypatch.setattr(module, "encode", too_deep)
+    assert Together("node").told(texts) == [((0,), texts[0]), ((1,), texts[1])]
 
 
 def test_each_text_has_an_id_of_its_own() -> None:
