@@ -10,7 +10,7 @@ from megatron_resihp.plan.microbatches import even_counts
 
 
 def dealt_experts(experts: int, sharers: int) -> tuple[range, ...]:
-    """The numbers of each sharer's experts: in a row, and those who have one more come first. Where the number of
+    """The numbers of each sharer's experts: in a row, and sharers that have one more come first. Where the number of
     sharers divides that of experts, they are Megatron's own.
 
     Raises:

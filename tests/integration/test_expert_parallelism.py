@@ -224,6 +224,18 @@ def test_a_checkpoint_of_a_smaller_degree(
     assert job.summary.loss == pytest.approx(expected, rel=tolerance.loss)
 
 
+def check_gone_on_from(lost: Job, jobs: Jobs, workers: int, layout: dict[str, Any]) -> None:
+    """What the survivors of a death in iteration 4 have saved is put together, and the job goes on from that."""
+    made = emergency(lost.run_dir)
+    assert made.returncode == 0, made.stdout + made.stderr
+    found = newest_state(lost.run_dir)
+    assert found is not None and found[1] == 3
+    again = jobs.run([*tiny(**layout), *flags(found[0])], workers=workers, script=FUSED)
+    assert again.code == 0, again.tails()
+    stock = losses_of(forked_stock_steps(jobs, workers, **layout))
+    assert again.summary.loss == pytest.approx({n: stock[n] for n in range(4, 10)}, rel=FP32.loss)
+
+
 @pytest.mark.parametrize(
     ("workers", "layout"),
     [(WORKERS, {}), (WORKERS, OPTIMIZER), (2 * WORKERS, WHOLE), (2 * WORKERS, WHOLE | OPTIMIZER)],
@@ -232,16 +244,9 @@ def test_a_checkpoint_of_a_smaller_degree(
 def test_what_survivors_saved_is_gone_on_from(jobs: Jobs, workers: int, layout: dict[str, Any]) -> None:
     """They are too few for the user, and save what they have; the job goes on from that under its own degree."""
     layout = SHARED | layout
-    stock = losses_of(forked_stock_steps(jobs, workers, **layout))
     lost = jobs.run(tiny(**layout, resihp_inject="kill:3@4"), workers=workers, min_workers=workers, script=FUSED)
     assert lost.code == exit_codes.NO_PLAN, lost.tails()
-    made = emergency(lost.run_dir)
-    assert made.returncode == 0, made.stdout + made.stderr
-    found = newest_state(lost.run_dir)
-    assert found is not None and found[1] == 3
-    again = jobs.run([*tiny(**layout), *flags(found[0])], workers=workers, script=FUSED)
-    assert again.code == 0, again.tails()
-    assert again.summary.loss == pytest.approx({n: stock[n] for n in range(4, 10)}, rel=FP32.loss)
+    check_gone_on_from(lost, jobs, workers, layout)
 
 
 @pytest.mark.parametrize("layout", [{}, OPTIMIZER], ids=["plain", "optimizer"])

@@ -12,12 +12,19 @@ import pytest
 from jobs import BIASED, FP32, PRETRAIN, Job, Jobs, Tolerance, ask_at, check_samples, tiny
 from stock_runs import check_like_stock, forked_stock_steps, losses_of
 from test_checkpoints import FUSED, as_stock_says, stock_losses
-from test_emergency import emergency
 from test_expert_biases import ROUTED
-from test_expert_parallelism import GATHERED, LARGE_JOB_S, OPTIMIZER, PIPELINE, SHARED, SWIGLU, TENSOR
+from test_expert_parallelism import (
+    GATHERED,
+    LARGE_JOB_S,
+    OPTIMIZER,
+    PIPELINE,
+    SHARED,
+    SWIGLU,
+    TENSOR,
+    check_gone_on_from,
+)
 
 from megatron_resihp.control import exit_codes
-from megatron_resihp.control.worker.saved_state import flags, newest_state
 from megatron_resihp.plan import ParallelPlan, Replica
 
 pytestmark = pytest.mark.nightly
@@ -117,16 +124,9 @@ def test_a_checkpoint(jobs: Jobs, tmp_path: Path, layout: dict[str, Any]) -> Non
 def test_what_survivors_saved_is_gone_on_from(jobs: Jobs, tmp_path: Path) -> None:
     """They are too few for the user, and save what they have: what one of a group has lost, one of the other has."""
     layout, workers = SHARED_BY_ALL | OPTIMIZER, 2 * WORKERS
-    stock = losses_of(forked_stock_steps(jobs, workers, **layout))
     asked = ask_at(tmp_path, (shared_by(3, groups=2), 2))
     arguments = tiny(**layout, resihp_plan=asked, resihp_inject=["kill:1@4"])
     lost = jobs.run(arguments, workers=workers, min_workers=workers, script=FUSED)
     assert lost.code == exit_codes.NO_PLAN, lost.tails()
     assert degrees(lost) == [(4, 0), (3, 8)]
-    made = emergency(lost.run_dir)
-    assert made.returncode == 0, made.stdout + made.stderr
-    found = newest_state(lost.run_dir)
-    assert found is not None and found[1] == 3
-    again = jobs.run([*tiny(**layout), *flags(found[0])], workers=workers, script=FUSED)
-    assert again.code == 0, again.tails()
-    assert again.summary.loss == pytest.approx({n: stock[n] for n in range(4, 10)}, rel=FP32.loss)
+    check_gone_on_from(lost, jobs, workers, layout)

@@ -218,7 +218,7 @@ class _Wait:
             JobIsOver: nobody waits for that.
             _NotKnownError.
         """
-        # Who leads removes its file once all nodes know.
+        # A leader removes its file once all nodes know.
         awaited = self._named() == run and self._is_awaited(run)
         if awaited is None:
             raise _NotKnownError

@@ -8,15 +8,14 @@ micro-batches by their speed. Imports the standard library, `plan`, `cost` and t
 from collections.abc import Callable, Iterator
 
 from megatron_resihp.cost.job import JobCost
-from megatron_resihp.cost.room import check_change
-from megatron_resihp.plan import ParallelPlan, PlanError, Replica, deal, even_counts
+from megatron_resihp.plan import ParallelPlan, Replica, deal, even_counts
 from megatron_resihp.plan.layers import interleaves
 from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.planner.evaluation import evaluate, nearest, run_of
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.moves import seconds_to_get_there
 from megatron_resihp.planner.shares import fastest_shares
-from megatron_resihp.planner.strategies.common import next_plan, spelt_out
+from megatron_resihp.planner.strategies.common import has_room_to_change, next_plan, spelt_out
 from megatron_resihp.planner.strategies.rows import Row, rows_of, speed_of_row, teams_of
 from megatron_resihp.planner.strategies.uniform import uniform
 from megatron_resihp.planner.uniform import NoPlanError
@@ -49,7 +48,7 @@ def by_speed(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
         except NoPlanError as error:
             reasons.append(str(error))
     if optional:
-        candidates = [each for each in candidates if _has_room(plan, each, cost)]
+        candidates = [each for each in candidates if has_room_to_change(plan, each, cost)]
     if not candidates:
         raise NoPlanError(reasons[-1] or "no layout leaves room for the state before it while the job changes")
     return min(candidates, key=lambda each: _seconds(plan, each, health, cost))
@@ -129,14 +128,3 @@ def _seconds(before: ParallelPlan, after: ParallelPlan, health: Health, cost: Jo
     moving_s = 0.0 if before.replicas == after.replicas else seconds_to_get_there(before, after, cost)
     left = 1 - moving_s / cost.until_next_event_s
     return evaluate(after, health, cost).iteration_s / left if left > 0 else float("inf")
-
-
-def _has_room(before: ParallelPlan, after: ParallelPlan, cost: JobCost) -> bool:
-    """Whether the states of both plans fit into memory together, as an optional change needs."""
-    if before.replicas == after.replicas:
-        return True
-    try:
-        check_change(before, after, cost.model, cost.training, cost.device.memory, cost.device.host)
-    except PlanError:
-        return False
-    return True

@@ -13,6 +13,7 @@ from typing import Final
 
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.memory import check_plan, with_layers
+from megatron_resihp.cost.room import check_change
 from megatron_resihp.plan import Kept, Migration, ParallelPlan, PlanError, Replica, deal, even_counts
 from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.planner.health import Health
@@ -42,6 +43,17 @@ def job_degree(plan: ParallelPlan, cost: JobCost) -> int:
     if not usable:
         raise NoPlanError(f"no power of two up to {largest} can share the model's layers evenly")
     return max(usable)
+
+
+def has_room_to_change(before: ParallelPlan, after: ParallelPlan, cost: JobCost) -> bool:
+    """Whether the states of both plans fit into memory together, as an optional change needs."""
+    if before.replicas == after.replicas:
+        return True
+    try:
+        check_change(before, after, cost.model, cost.training, cost.device.memory, cost.device.host)
+    except PlanError:
+        return False
+    return True
 
 
 def require_state(plan: ParallelPlan, health: Health) -> None:

@@ -17,7 +17,6 @@ from typing import Final
 
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.memory import check_plan, memory_of
-from megatron_resihp.cost.room import check_change
 from megatron_resihp.plan import ParallelPlan, PlanError
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.moves import bytes_to_move, seconds_to_move
@@ -30,6 +29,7 @@ from megatron_resihp.planner.search.starts import Start, Starts
 from megatron_resihp.planner.search.tables import tables_of
 from megatron_resihp.planner.search.tune import tuned
 from megatron_resihp.planner.strategies.adaptis import adaptis
+from megatron_resihp.planner.strategies.common import has_room_to_change
 from megatron_resihp.planner.strategies.drop_replica import drop_replica
 from megatron_resihp.planner.strategies.malleus import malleus
 from megatron_resihp.planner.strategies.oobleck import oobleck
@@ -103,7 +103,7 @@ def answers(plan: ParallelPlan, health: Health, cost: JobCost, settings: Setting
     candidates += [keep_places(plan, each, seen, cost) for each in search.found(plan)]
     if not candidates:
         raise NoPlanError(f"no layout of {len(health.speed)} workers fits their memory")
-    if _runs_short(plan, min(candidates, key=lambda each: iteration_seconds(each, seen, cost)), cost):
+    if not has_room_to_change(plan, min(candidates, key=lambda each: iteration_seconds(each, seen, cost)), cost):
         # Other layouts are best if the state held until then must have room, too.
         uses = memory_of(plan, cost.model, cost.training).items()
         held = max((use.state for worker, use in uses if worker in seen.speed), default=0)
@@ -111,7 +111,7 @@ def answers(plan: ParallelPlan, health: Health, cost: JobCost, settings: Setting
         candidates += [keep_places(plan, each, seen, cost) for each in search.found(plan)]
     if set(plan.working) <= health.speed.keys():
         # The change is optional, and a worker that runs out of memory on the way ends the job.
-        candidates = [each for each in candidates if not _runs_short(plan, each, cost)]
+        candidates = [each for each in candidates if has_room_to_change(plan, each, cost)]
         if not candidates:
             raise NoPlanError("no layout leaves room for the state before it while the job changes")
     yield min(candidates, key=lambda each: _charges(plan, each, health, cost)) if candidates[1:] else candidates[0]
@@ -183,17 +183,6 @@ def _still_possible(plan: ParallelPlan, health: Health, cost: JobCost) -> Parall
     return plan if kept == plan else kept
 
 
-def _runs_short(before: ParallelPlan, after: ParallelPlan, cost: JobCost) -> bool:
-    """Whether the states of both plans together do not fit into memory during the change."""
-    if after.replicas == before.replicas:
-        return False
-    try:
-        check_change(before, after, cost.model, cost.training, cost.device.memory, cost.device.host)
-    except PlanError:
-        return True
-    return False
-
-
 def _charges(before: ParallelPlan, after: ParallelPlan, health: Health, cost: JobCost) -> tuple[bool, float, float]:
     """Sort key: whether memory runs short on the way; seconds of an iteration; bytes to move.
 
@@ -203,4 +192,4 @@ def _charges(before: ParallelPlan, after: ParallelPlan, health: Health, cost: Jo
     if before.replicas != after.replicas and cost.until_next_event_s < float("inf"):
         left = 1 - seconds_to_move(moved, cost) / cost.until_next_event_s
         seconds = seconds / left if left > 0 else float("inf")
-    return _runs_short(before, after, cost), seconds, sum(moved.values())
+    return not has_room_to_change(before, after, cost), seconds, sum(moved.values())

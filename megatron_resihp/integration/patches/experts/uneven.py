@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patches: layers whose experts are dealt out in unequal numbers.
 
-Megatron's layers, dispatchers and checkpoints take it that those who share a layer's experts have as many each. Here a
+Megatron's layers, dispatchers and checkpoints assume that all workers that share a layer's experts have as many. Here a
 layer has the modules of its own experts only, its dispatcher sees slots (`slots.py`), and a checkpoint has each expert
 under its number among all of its layer, as any other. Where numbers are equal, all is Megatron's own. May import
 megatron, `plan` and this package.
