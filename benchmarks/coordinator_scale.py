@@ -5,10 +5,11 @@
 They run in this process as in a job's. The workers are synthetic. A second process speaks for all of them, by one
 connection for each node of 8 (TP 8, PP 10), through the code by which an agent relays what its workers say. It starts
 the job, tells of a death, sends the survivors' reports as soon as it has read that the epoch is broken, and says that
-the members are ready. All workers of a node speak at once. What workers read, and the detector's share of node 0, are
-not in here.
+the members are ready. Agents join their workers' reports, each on its own node, all at the same time. So that is done
+before the death here, and `agent_ms` is what one of them takes: the CPU time, and how long a first report may wait for
+others. What workers read, and the detector's share of node 0, are not in here.
 
-`new_plan_s` is from the word of the death to the published plan, `go_s` from the first member that is ready to *go*,
+`new_plan_s` is from the word of the death to the published plan, with an agent's time added, `go_s` from the first member that is ready to *go*,
 by the clock, with both processes on the same cores. `new_plan_cpu_s` and `go_cpu_s` are the CPU seconds of node 0's
 process in that time. `decisions_mib` is the log's size, `memory_mib` the most that node 0's process had in memory.
 
@@ -95,16 +96,10 @@ class Crowd:
         self._numbers = count(1)
         self._selector = selectors.DefaultSelector()
         way = Direct(address, secret)
-        self._gathering = [
-            Gathering(Together(f"node {node}"), gathering_s(nodes), TENSOR_PARALLEL) for node in range(nodes)
-        ]
-        self._lines = [Line(address, *way.open(address, WAIT_S), each) for each in self._gathering]
+        self._together = [Together(f"node {node}") for node in range(nodes)]
+        self._lines = [Line(address, *way.open(address, WAIT_S), Gathering(each)) for each in self._together]
         for line in self._lines:
             self._selector.register(line, selectors.EVENT_READ, line)
-
-    def cut(self, worker: int) -> None:
-        """It is dead, and its agent knows."""
-        self._gathering[worker // TENSOR_PARALLEL].workers -= 1
 
     def written(self, messages: Iterable[Message]) -> Requests:
         """What each worker asks of its agent."""
@@ -115,6 +110,16 @@ class Crowd:
             push = Request(Op.PUSH, (keys.INBOX.encode(), text.encode()))
             requests.setdefault(worker // TENSOR_PARALLEL, []).append(push)
         return requests
+
+    def joined(self, requests: Requests) -> Requests:
+        """What agents send in place of their workers' reports, which they have all gathered."""
+        return {
+            node: [
+                Request(Op.PUSH, (keys.INBOX.encode(), text))
+                for _, text in self._together[node].told([push.fields[1] for push in pushes])
+            ]
+            for node, pushes in requests.items()
+        }
 
     def tell(self, requests: Requests) -> None:
         """Send them, all nodes at once; returns when the store has them."""
@@ -194,12 +199,14 @@ def play(replicas: int, address: Address, secret: Secret, told: Any) -> None:
     first = _plan(store, 0)
     crowd.tell(crowd.written(job.ready(first, 0)))
     store.get(keys.go_key(0), WAIT_S)
-    notice, reports = _notices(store), crowd.written(job.reports(first))
+    notice, each = _notices(store), crowd.written(job.reports(first))
+    began = time.process_time()
+    reports = crowd.joined(each)
+    agent_s = (time.process_time() - began) / len(each) + gathering_s(len(each))
     death = crowd.written([ProcessExited(VICTIM, -9, time.time())])
     now()
     crowd.tell(death)
     store.get(keys.notice_key(notice), WAIT_S)
-    crowd.cut(VICTIM)
     crowd.tell(reports)
     text = store.get(keys.plan_key(1), WAIT_S)
     now()
@@ -210,8 +217,8 @@ def play(replicas: int, address: Address, secret: Secret, told: Any) -> None:
     now()
     died, planned, again, gone = moments
     told.send({
-        "workers": job.workers, "connections": job.workers // TENSOR_PARALLEL, "new_plan_s": planned - died,
-        "go_s": gone - again, "plan_kib": len(text) / 1024,
+        "workers": job.workers, "connections": job.workers // TENSOR_PARALLEL, "agent_ms": agent_s * 1e3,
+        "new_plan_s": planned - died + agent_s, "go_s": gone - again, "plan_kib": len(text) / 1024,
     })  # fmt: skip
 
 

@@ -11,10 +11,10 @@ import dataclasses
 import math
 import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, lru_cache
 from typing import Annotated, Any, Final, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from megatron_resihp.coding.errors import MissingFieldError, WrongValueError, is_not
@@ -227,28 +227,30 @@ def _decode_or_none(decoder: Decode) -> Decode:
     return lambda value, tolerance: None if value is None else decoder(value, tolerance)
 
 
-def _list(value: Any) -> list[Any]:
-    if type(value) is not list:
-        raise is_not(value, "a list")
-    if len(value) > MOST_ITEMS:
-        raise WrongValueError(f"has {len(value)} items, more than {MOST_ITEMS}")
-    return value
+# Callers check lists and objects in line: a death in a large job brings tens of thousands of them at once.
 
 
-def _dict(value: Any) -> dict[str, Any]:
-    if type(value) is not dict:
-        raise is_not(value, "an object")
-    if len(value) > MOST_ITEMS:
-        raise WrongValueError(f"has {len(value)} items, more than {MOST_ITEMS}")
-    return value
+def _is_no_list(value: Any) -> WrongValueError:
+    return is_not(value, "a list") if type(value) is not list else _is_too_long(value)
+
+
+def _is_no_dict(value: Any) -> WrongValueError:
+    return is_not(value, "an object") if type(value) is not dict else _is_too_long(value)
+
+
+def _is_too_long(value: Sized) -> WrongValueError:
+    return WrongValueError(f"has {len(value)} items, more than {MOST_ITEMS}")
 
 
 def _decode_rows(decoder: Decode) -> Decode:
     def decode_rows(value: Any, tolerance: Tolerance) -> tuple[Any, ...]:
-        given, rows = _list(value), list[Any]()
+        if type(value) is not list or len(value) > MOST_ITEMS:
+            raise _is_no_list(value)
+        rows = list[Any]()
+        add = rows.append
         try:
-            for each in given:
-                rows.append(decoder(each, tolerance))
+            for each in value:
+                add(decoder(each, tolerance))
         except WrongValueError as error:
             error.where.insert(0, str(len(rows)))
             raise
@@ -262,13 +264,15 @@ def _decode_row(kinds: tuple[Any, ...], named: Any) -> Decode:
     whole, without = len(decoders), len(decoders) - (len(named._field_defaults) if named is not None else 0)
 
     def decode_row(value: Any, tolerance: Tolerance) -> Any:
-        count = len(_list(value))
-        if not without <= count <= whole:
-            raise WrongValueError(f"has {count} items, not {without}")
+        if type(value) is not list:
+            raise _is_no_list(value)
+        if not without <= len(value) <= whole:
+            raise WrongValueError(f"has {len(value)} items, not {without}")
         items: list[Any] = []
+        add = items.append
         try:
             for decoder, each in zip(decoders, value, strict=False):  # it may lack the last ones
-                items.append(decoder(each, tolerance))
+                add(decoder(each, tolerance))
         except WrongValueError as error:
             error.where.insert(0, str(len(items)))
             raise
@@ -277,16 +281,24 @@ def _decode_row(kinds: tuple[Any, ...], named: Any) -> Decode:
     return decode_row
 
 
+def _decode_any_object(value: Any, tolerance: Tolerance) -> dict[str, Any]:
+    if type(value) is not dict or len(value) > MOST_ITEMS:
+        raise _is_no_dict(value)
+    return value
+
+
 def _decode_mapping(key_kind: Any, value_kind: Any) -> Decode:
     if (key_kind, value_kind) == (str, Any):
-        return lambda value, tolerance: _dict(value)
+        return _decode_any_object
     decoder, decode_key = _decoder(value_kind), _decoder(key_kind)
     numbered = key_kind is int or get_args(key_kind)[:1] == (int,)
 
     def decode_mapping(value: Any, tolerance: Tolerance) -> dict[Any, Any]:
-        given, found, key = _dict(value), {}, ""
+        if type(value) is not dict or len(value) > MOST_ITEMS:
+            raise _is_no_dict(value)
+        found, key = {}, ""
         try:
-            for key, each in given.items():
+            for key, each in value.items():
                 known = decode_key(_number(key) if numbered else key, tolerance)
                 found[known] = decoder(each, tolerance)
         except WrongValueError as error:
@@ -297,6 +309,7 @@ def _decode_mapping(key_kind: Any, value_kind: Any) -> Decode:
     return decode_mapping
 
 
+@lru_cache(4096)
 def _number(key: str) -> Any:
     """JSON has text for keys. Whatever is no number stays text, which is then refused."""
     return int(key) if key.isascii() and key.isdecimal() and len(key) < 20 else key
@@ -308,20 +321,21 @@ def _decode_object(kind: Any) -> Decode:
     known = frozenset(hints)
 
     def decode_object(value: Any, tolerance: Tolerance) -> Any:
-        given = _dict(value)
+        if type(value) is not dict:
+            raise _is_no_dict(value)
         found = {}
         name = ""
         try:
             for name, decoder, needed in fields:
-                if name in given:
-                    found[name] = decoder(given[name], tolerance)
+                if name in value:
+                    found[name] = decoder(value[name], tolerance)
                 elif needed or (needed is None and not tolerance.missing):
                     raise MissingFieldError
         except WrongValueError as error:
             error.where.insert(0, name)
             raise
-        if len(found) < len(given) and not tolerance.unknown:
-            raise WrongValueError("is unknown", min(given.keys() - known)[:60])
+        if len(found) < len(value) and not tolerance.unknown:
+            raise WrongValueError("is unknown", min(value.keys() - known)[:60])
         return kind(**found)
 
     return decode_object

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron_resihp.coding import omitted_if
 
@@ -44,7 +45,7 @@ class JobSize:
         """At the start."""
         return self.nodes * self.workers_per_node
 
-    @property
+    @cached_property
     def slots(self) -> int:
         return self.most_nodes * self.workers_per_node
 

@@ -182,15 +182,20 @@ class Watcher:
     Args:
         timeout_s: a longer silence is too long.
         notice_s: so is a longer one after a notice; None: there are none.
+        period_s: what peers have sent is read so often. The end of a connection is heard at once all the same. One
+            that woke the loop for each beat of a thousand peers would do little else.
     """
 
-    def __init__(self, timeout_s: float, notice_s: float | None = None) -> None:
+    def __init__(self, timeout_s: float, notice_s: float | None = None, period_s: float = 0.0) -> None:
         self._beats = Heartbeats(timeout_s)
         self._noticed = Heartbeats(timeout_s if notice_s is None else notice_s)
         self._broken: int | None = None
         self._sockets: dict[int, socket.socket] = {}
         self._feeds: dict[int, Feed] = {}
+        self._period_s = period_s
+        self._read_at = -inf
         self._selector = selectors.DefaultSelector()
+        self._ends = select.epoll()
 
     @property
     def names(self) -> set[int]:
@@ -198,7 +203,7 @@ class Watcher:
         return set(self._sockets)
 
     def fileno(self) -> int:
-        return self._selector.fileno()
+        return self._ends.fileno() if self._period_s else self._selector.fileno()
 
     def add(self, name: int, sock: socket.socket, feed: Feed = plain) -> None:
         """Watch a peer. `feed`: makes beats of what it has sent; ValueError where that is none of its."""
@@ -206,10 +211,14 @@ class Watcher:
         self._sockets[name] = sock
         self._feeds[name] = feed
         self._selector.register(sock, selectors.EVENT_READ, name)
+        self._ends.register(sock, select.EPOLLRDHUP)
 
     def look(self, now: float) -> list[Finding]:
         """What happened since the last look; liveness connections that were lost are let go of."""
-        findings = [finding for key, _ in self._selector.select(0) for finding in self._read(key.data, now)]
+        findings = []
+        if now >= self._read_at + self._period_s or self._ends.poll(0):
+            self._read_at = now
+            findings = [finding for key, _ in self._selector.select(0) for finding in self._read(key.data, now)]
         silent = [Finding(Kind.SILENT, name, silence_s) for name, silence_s in self._beats.silent(now).items()]
         deaf = [Finding(Kind.DEAF, name, age_s, self._broken) for name, age_s in self._noticed.silent(now).items()]
         return findings + silent + deaf
@@ -230,9 +239,10 @@ class Watcher:
         self._noticed.forget(name)
         self._selector.unregister(sock)
         try:
+            self._ends.unregister(sock)
             # Closing alone would not do: forked children of others may hold this end too.
             sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
+        except (OSError, ValueError):  # it is gone already
             pass
         sock.close()
 
@@ -240,6 +250,7 @@ class Watcher:
         for name in list(self._sockets):
             self.cut(name)
         self._selector.close()
+        self._ends.close()
 
     def _read(self, name: int, now: float) -> list[Finding]:
         try:

@@ -38,8 +38,11 @@ class JoiningWorkers:
 
     def may_exist(self, worker: int) -> bool:
         """Whether some process may have this id by now."""
-        slot = slot_of(worker, self.size.slots)
-        return worker <= self._latest.get(slot, slot) + STARTS_UNHEARD * self.size.slots
+        slots = self.size.slots
+        if worker < slots:
+            return True
+        slot = slot_of(worker, slots)
+        return worker <= self._latest.get(slot, slot) + STARTS_UNHEARD * slots
 
     def has_never_run(self, worker: int, running: ParallelPlan | None) -> bool:
         """Whether it was not there at the start and is in no plan that has been run: the job does without it.

@@ -4,7 +4,7 @@
 May import `plan`, `planner`, `protocol` and pure modules of `control`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from megatron_resihp.control import exit_codes
 from megatron_resihp.control.coordination.actions import Action, Limits, Log, Notify, Phase, Reopen
@@ -70,9 +70,9 @@ class WorkerMessages:
             case FirstStepFailed():
                 return self._on_first_step_failed(message, now)
             case SurvivorReport():
-                return self._on_report(message, now)
+                return self._on_reports([message], now)
             case NodeReport():
-                return [action for report in message.reports for action in self._on_report(report, now)]
+                return self._on_reports(message.reports, now)
             case StillSaving():
                 return self._on_still_saving(message)
             case GroupsPrepared():
@@ -180,19 +180,30 @@ class WorkerMessages:
         cause = f"the plan's first step failed on worker {worker}: {error}"
         return [Log(failed), *self._epochs.break_epoch(cause, now)]
 
-    def _on_report(self, message: SurvivorReport, now: float) -> list[Action]:
-        state, worker = self._state, message.worker
-        if worker not in state.living or message.epoch != state.epoch or state.phase is Phase.SAVING:
-            return []
+    def _on_reports(self, reports: Iterable[SurvivorReport], now: float) -> list[Action]:
+        """Reports that came as one message: all are entered before anything follows from them."""
+        left: list[Action] = []
+        entered = [self._enter(report, left, now) for report in reports]
+        return left + self._epochs.decide(now) if any(entered) else []
+
+    def _enter(self, report: SurvivorReport, left: list[Action], now: float) -> bool:
+        """Take note of a report; returns whether there is any use in it.
+
+        Args:
+            left: takes what follows if the worker is the first that has left the epoch.
+        """
+        state, worker = self._state, report.worker
+        if worker not in state.living or report.epoch != state.epoch or state.phase is Phase.SAVING:
+            return False
         if state.changes.under_way is not None and state.phase is Phase.RUNNING:
             self._epochs.leave_by_choice(now)
-        reporting = state.phase is Phase.REPORTING
-        broken = [] if reporting else self._epochs.break_epoch(f"worker {worker} left the epoch", now)
-        state.reports.unreachable[worker] = message.unreachable
-        state.reports.records[worker] = message.record
-        state.reports.held[worker] = message.held
-        state.reports.times[worker] = message.times
-        return broken + self._epochs.decide(now)
+        if state.phase is not Phase.REPORTING:
+            left += self._epochs.break_epoch(f"worker {worker} left the epoch", now)
+        state.reports.unreachable[worker] = report.unreachable
+        state.reports.records[worker] = report.record
+        state.reports.held[worker] = report.held
+        state.reports.times[worker] = report.times
+        return True
 
     def _on_still_saving(self, message: StillSaving) -> list[Action]:
         """Wait as long again for the reports that are missing. Nothing interrupts a worker that writes to a disk."""

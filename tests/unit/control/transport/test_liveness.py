@@ -185,6 +185,25 @@ def test_beats_that_wait_to_be_read_count(watcher: Watcher, ends: tuple[socket.s
     assert look(watcher, 100) == []
 
 
+def test_beats_that_are_read_now_and_then_wake_nobody_and_a_death_does(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    watcher = Watcher(timeout_s=10, period_s=3)
+    watcher.add(3, ends[0])
+    watcher.look(0)
+    ends[1].send(b".!")
+    assert select.select([watcher], [], [], 0.0) == ([], [], [])
+    assert watcher.look(2) == []
+    assert watcher.look(3) == [Finding(Kind.FAILED, 3)]
+    assert watcher.look(8) == watcher.look(12) == []
+    assert watcher.look(14) == [Finding(Kind.SILENT, 3, 11)], "it was heard at 3"
+    ends[1].send(b".")
+    ends[1].close()
+    assert look(watcher, 15) == [], "what it has sent before comes first"
+    assert look(watcher, 15) == [Finding(Kind.LOST, 3)]
+    watcher.close()
+
+
 def test_who_is_cut_hears_it(watcher: Watcher, ends: tuple[socket.socket, socket.socket]) -> None:
     lost = threading.Event()
     LivenessConnection(ends[1], 60.0, on_lost=lost.set)
