@@ -9,9 +9,10 @@ the members are ready. Agents join their workers' reports, each on its own node,
 before the death here, and `agent_ms` is what one of them takes: the CPU time, and how long a first report may wait for
 others. What workers read, and the detector's share of node 0, are not in here.
 
-`new_plan_s` is from the word of the death to the published plan, with an agent's time added, `go_s` from the first member that is ready to *go*,
-by the clock, with both processes on the same cores. `new_plan_cpu_s` and `go_cpu_s` are the CPU seconds of node 0's
-process in that time. `decisions_mib` is the log's size, `memory_mib` the most that node 0's process had in memory.
+`new_plan_s` is from the word of the death to the published plan, with an agent's time added, `go_s` from the first
+member that is ready to *go*, by the clock, with both processes on the same cores. `new_plan_cpu_s` and `go_cpu_s` are
+the CPU seconds of node 0's process in that time. `decisions_mib` is the log's size, `memory_mib` the most that node 0's
+process had in memory.
 
 May import `megatron_resihp` without torch.
 """

@@ -73,6 +73,9 @@ LOG_END: Final = 1 << 20
 """Bytes of the events that a coordinator which takes over reads: the log of a long run is large."""
 CLOSING_S: Final = 5.0
 """How long each part may take to end."""
+SWITCH_S: Final = 0.0005
+"""How long a thread waits for one that computes. What a worker asks passes up to three threads of its launcher, each of
+which would wait for 5 ms by default."""
 
 
 class NoEvents:
@@ -139,6 +142,7 @@ def _launch(options: LaunchOptions, spawn: Spawn, make_event_sink: MakeEventSink
             give_back(options, seat)
             raise LaunchError(f"a worker cannot be started ({error}); fix that and try again") from error
         # From here on there are threads.
+        sys.setswitchinterval(SWITCH_S)
         outputs.start()
         if seat.token:
             stack.enter_context(touched(seat.run_dir / FILE_NAME))

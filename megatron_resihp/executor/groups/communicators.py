@@ -66,8 +66,8 @@ class Communicators:
             KeyError, AttributeError, TypeError: this torch makes its groups in another way.
         """
         self._patches.install_hand_over(lambda group: None if self._ahead is None else self._ahead.take_backend(group))
-        prefixed = dist.PrefixStore(f"{keys.groups_of_change(change)}{plan_digest}", self._connected())
-        store = InterruptibleStore(prefixed, self._interrupted)
+        prefix = f"{keys.groups_of_change(change)}{plan_digest}"
+        store = InterruptibleStore(self._connected(), self._interrupted, prefix)
         return GroupsAhead(store, self._me, self.waiter)
 
     def _connected(self) -> dist.Store:
@@ -91,8 +91,8 @@ class Communicators:
         if ahead is not None:
             self.connections.store = ahead.store
             return
-        prefixed = dist.PrefixStore(f"{keys.groups_of_epoch(epoch)}{plan_digest}", self._connected())
-        self.connections.store = InterruptibleStore(prefixed, self._interrupted)
+        prefix = f"{keys.groups_of_epoch(epoch)}{plan_digest}"
+        self.connections.store = InterruptibleStore(self._connected(), self._interrupted, prefix)
 
     def join_world(self, backend: str, order: Sequence[int], timeout: timedelta) -> None:
         """Make torch's default group; `order` gives the worker id of each rank."""

@@ -41,11 +41,17 @@ class ControlStore(dist.Store):
         self._ask(Op.SET, _key(key), _bytes(value))
 
     def get(self, key: str) -> bytes:
-        self.wait([key])
-        reply = self._ask(Op.GET, _key(key))
-        if reply.said is Said.NO:
+        if (value := self.find(key)) is None:
+            self.wait([key])
+            value = self.find(key)
+        if value is None:
             raise dist.DistStoreError(f"{key} was deleted")
-        return reply.value
+        return value
+
+    def find(self, key: str) -> bytes | None:
+        """What is there now; None: nothing."""
+        reply = self._ask(Op.GET, _key(key))
+        return None if reply.said is Said.NO else reply.value
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         # By looking again: a wait at the server would hold the connection, which other threads need.

@@ -6,10 +6,13 @@ own wait would last until the group's timeout.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
+
+from megatron_resihp.executor.groups.control_store import ControlStore
 
 FIRST_PAUSE_S = 0.0005
 LONGEST_PAUSE_S = 0.02
@@ -25,11 +28,13 @@ class InterruptibleStore(dist.Store):
     Args:
         inner: a raw c10d store.
         interrupted: called while waiting; True ends the wait with RendezvousBroken. `set` then writes nothing.
+        prefix: of the epoch's keys.
     """
 
-    def __init__(self, inner: dist.Store, interrupted: Callable[[], bool]) -> None:
+    def __init__(self, inner: dist.Store, interrupted: Callable[[], bool], prefix: str = "") -> None:
         super().__init__()
-        self._inner = inner
+        self._inner = dist.PrefixStore(prefix, inner)
+        self._look = partial(_look, inner, prefix)
         self._interrupted = interrupted
         self._timeout = timedelta(minutes=10)
         self._published: dict[str, bytes] = {}
@@ -70,18 +75,21 @@ class InterruptibleStore(dist.Store):
     def get(self, key: str) -> bytes:
         # Recorded before the check for a broken epoch, so that an abort finds every peer that passes the check.
         self._sought[key] = None
-        self.wait([key])
-        value = self._inner.get(key)
+        value = self._awaited(lambda: self._look(key), [key], self._timeout)
         self._heard.add(value)
         return value
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        deadline = time.monotonic() + (timeout or self._timeout).total_seconds()
+        self._awaited(lambda: self._inner.check(keys) or None, keys, timeout or self._timeout)
+
+    def _awaited[T](self, look: Callable[[], T | None], keys: Sequence[str], timeout: timedelta) -> T:
+        """What is there at last; None: not yet."""
+        deadline = time.monotonic() + timeout.total_seconds()
         pause = FIRST_PAUSE_S
         while True:
             self._mind_epoch()
-            if self._inner.check(keys):
-                return
+            if (found := look()) is not None:
+                return found
             if time.monotonic() > deadline:
                 raise RuntimeError(f"rendezvous: no peer wrote {keys} in time")
             time.sleep(pause)
@@ -115,3 +123,11 @@ class InterruptibleStore(dist.Store):
     @property
     def timeout(self) -> timedelta:
         return self._timeout
+
+
+def _look(store: dist.Store, prefix: str, key: str) -> bytes | None:
+    """What is there under a key, if anything: by one question where the store can be asked so."""
+    key = f"{prefix}/{key}"  # as PrefixStore has it
+    if isinstance(store, ControlStore):
+        return store.find(key)
+    return store.get(key) if store.check([key]) else None

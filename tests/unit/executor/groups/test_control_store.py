@@ -16,6 +16,7 @@ import torch.distributed as dist
 from served import Served, relaying, serving
 
 from megatron_resihp.control.transport.store_client import StoreClient
+from megatron_resihp.control.transport.store_wire import Op, Reply
 from megatron_resihp.executor.groups.control_store import ControlStore, meet_in
 from megatron_resihp.executor.groups.rendezvous import InterruptibleStore
 
@@ -81,12 +82,27 @@ def test_gloo_groups_meet_there(served: Reached) -> None:
 
     def take_part(rank: int) -> None:
         inner = opened(served)
-        store = InterruptibleStore(dist.PrefixStore("epoch", inner), lambda: False)
+        store = InterruptibleStore(inner, lambda: False, "epoch")
         group = dist.ProcessGroupGloo(dist.PrefixStore("group", store), rank, 3, LIMIT)
         group.allreduce([sums[rank]]).wait()
 
     at_once([lambda rank=rank: take_part(rank) for rank in range(3)])  # type: ignore[misc]
     assert [each.item() for each in sums] == [3.0, 3.0, 3.0]
+
+
+def test_what_a_peer_has_published_takes_one_question(served: Reached, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer, inner = opened(served), opened(served)
+    InterruptibleStore(peer, lambda: False, "epoch").set("group/1", b"here")
+    asked: list[Op] = []
+
+    def ask(op: Op, *fields: bytes, within_s: float = 0.0) -> Reply:
+        asked.append(op)
+        return connection(op, *fields, within_s=within_s)
+
+    connection = inner._connection.ask
+    monkeypatch.setattr(inner._connection, "ask", ask)
+    assert InterruptibleStore(inner, lambda: False, "epoch").get("group/1") == b"here"
+    assert asked == [Op.GET]
 
 
 def test_a_lost_connection_is_told_as_torch_tells_it(served: Reached) -> None:

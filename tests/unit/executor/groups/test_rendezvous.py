@@ -38,6 +38,16 @@ def test_nobody_is_invited_in_a_broken_epoch() -> None:
     assert everything.num_keys() == 0
 
 
+def test_epochs_meet_apart() -> None:
+    everything, broken = dist.HashStore(), threading.Event()
+    first, second = (InterruptibleStore(everything, broken.is_set, prefix) for prefix in ("1", "2"))
+    first.set("group/1", "of the first")
+    assert first.get("group/1") == b"of the first" and not second.check(["group/1"])
+    broken.set()
+    with pytest.raises(RendezvousBroken):
+        second.get("group/1")
+
+
 def test_peers_that_were_sought_are_told_once() -> None:
     everything = dist.HashStore()
     InterruptibleStore(everything, lambda: False).set("group/1", b"there")
