@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_resihp.control.node import environment
+from megatron_resihp.control.node.environment import SLOTS
 from megatron_resihp.control.transport.lasting import LastingStore
 from megatron_resihp.control.transport.store_client import StoreClient, open_connection
 from megatron_resihp.control.worker.client import WorkerControl
@@ -32,6 +33,7 @@ from megatron_resihp.control.worker.own_address import own_address_towards
 from megatron_resihp.control.worker.reach import Door
 from megatron_resihp.plan import Chunk, ParallelPlan
 from megatron_resihp.plan.replica import shards_at
+from megatron_resihp.plan.slots import node_of
 from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.messages import EmergencyCheckpointWritten, JobStarted, ModelBuilt, TrainingFinished
 from megatron_resihp.protocol.published import EmergencyCheckpointOrder, EpochPlan
@@ -86,7 +88,7 @@ def recover(control: WorkerControl, plan: ParallelPlan) -> ParallelPlan:
 
 def train(control: WorkerControl, news: threading.Event) -> None:
     plan = join(control) if NEWCOMER else control.first_plan()
-    control.doors.silent(plan.members)  # to know whom it can reach
+    control.doors.cut_off(plan.members)  # to know whom it can reach
     while True:
         try:
             begin(control, plan)
@@ -150,7 +152,10 @@ def main() -> None:
     store = LastingStore(client) if client.connection.way.is_led_on else client
     news = threading.Event()
     door = Door(own_address_towards(store.address.host)).address
-    control = WorkerControl(store, WORKER, news.set, NO_EPOCH if NEWCOMER else 0, door)
+    slots, here = int(os.environ[SLOTS]), int(os.environ["LOCAL_WORLD_SIZE"])
+    control = WorkerControl(
+        store, WORKER, news.set, NO_EPOCH if NEWCOMER else 0, door, lambda worker: node_of(worker, slots, here)
+    )
     if not NEWCOMER:
         control.tell(JobStarted(WORKER, told_of_the_job()))
         control.tell(ModelBuilt(WORKER, MODEL))

@@ -43,6 +43,7 @@ class WorkerControl:
         worker: this worker's id.
         on_broken, epoch: as of `Heard`.
         door: at which others find out whether they can reach this worker; None: there is none.
+        node_of: tells a worker's node.
 
     Attributes:
         heard: what the coordinator has said.
@@ -53,8 +54,9 @@ class WorkerControl:
     """
 
     def __init__(
-        self, store: Store, worker: int, on_broken: Callable[[], None], epoch: int = 0, door: Address | None = None
-    ) -> None:
+        self, store: Store, worker: int, on_broken: Callable[[], None], epoch: int = 0, door: Address | None = None,
+        node_of: Callable[[int], int] = lambda worker: worker,
+    ) -> None:  # fmt: skip
         self.worker = worker
         self.members: tuple[int, ...] = ()
         self.peer_ports: set[int] = set()
@@ -63,7 +65,7 @@ class WorkerControl:
         if door is not None:
             store.set(f"{keys.KNOCK_AT}{worker}", str(door))
             self.channel.stand({f"{keys.KNOCK_AT}{worker}": str(door)})
-        self.doors = Doors(self.channel, worker)
+        self.doors = Doors(self.channel, worker, node_of)
         self._unreachable: list[int] = []
         self._listener = Listener(store.clone(), worker, self.heard, self.channel.leave)
 
@@ -141,7 +143,7 @@ class WorkerControl:
             JobEnded: nothing comes next, or this worker was given up for dead.
         """
         self.heard.stay()
-        self._unreachable = self.doors.silent(self.members) if self.epoch in self.heard.to_probe else []
+        self._unreachable = self.doors.cut_off(self.members) if self.epoch in self.heard.to_probe else []
         self.tell(SurvivorReport(self.worker, self.epoch, record, held, tuple(self._unreachable), times or {}))
         return self._enter(self.epoch + 1)
 
@@ -163,7 +165,7 @@ class WorkerControl:
         Raises:
             UnreachableError: one of them still can't be reached.
         """
-        silent = self.doors.silent(worker for worker in self._unreachable if worker in plan.members)
+        silent = self.doors.cut_off(worker for worker in self._unreachable if worker in plan.members)
         if silent:
             raise UnreachableError(f"rendezvous: worker {silent[0]} can't be reached")
 

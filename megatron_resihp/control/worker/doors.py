@@ -4,7 +4,7 @@
 May import `control.transport.address` and this package's other modules.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from megatron_resihp.control import keys
 from megatron_resihp.control.transport.address import Address, parse_address
@@ -17,11 +17,13 @@ class Doors:
 
     Args:
         worker: this worker's id.
+        node_of: tells a worker's node.
     """
 
-    def __init__(self, channel: Channel, worker: int) -> None:
+    def __init__(self, channel: Channel, worker: int, node_of: Callable[[int], int]) -> None:
         self._channel = channel
         self._worker = worker
+        self._node_of = node_of
         self._addresses: dict[int, Address] = {}
         self._reached: set[str] = set()
 
@@ -48,3 +50,18 @@ class Doors:
         missed = unreachable(known)
         self._reached |= {known[worker].host for worker in known.keys() - set(missed)}
         return [worker for worker in missed if known[worker].host in self._reached]
+
+    def one_of_each_node(self, workers: Iterable[int]) -> list[int]:
+        """One of these workers on each node but this worker's own. Neighbours take different ones, so that in a large
+        job no door has to open to all."""
+        nodes: dict[int, list[int]] = {}
+        for worker in sorted(workers):
+            nodes.setdefault(self._node_of(worker), []).append(worker)
+        nodes.pop(self._node_of(self._worker), None)
+        return [there[self._worker % len(there)] for _, there in sorted(nodes.items())]
+
+    def cut_off(self, workers: Iterable[int]) -> list[int]:
+        """Those of these workers whose nodes are `silent`; one of each node is looked for. Raises the same."""
+        workers = list(workers)
+        nodes = {self._node_of(worker) for worker in self.silent(self.one_of_each_node(workers))}
+        return [worker for worker in workers if self._node_of(worker) in nodes]

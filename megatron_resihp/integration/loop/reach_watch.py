@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 from megatron_resihp.control.worker.client import WorkerControl
@@ -30,15 +30,11 @@ class ReachWatch:
 
     Args:
         longest_s: for how long it has been in one wait, at a moment of the monotonic clock.
-        one_of_each: a member of the plan in force on each other node.
     """
 
-    def __init__(
-        self, longest_s: Callable[[float], float], control: WorkerControl, one_of_each: Callable[[], Sequence[int]]
-    ) -> None:
+    def __init__(self, longest_s: Callable[[float], float], control: WorkerControl) -> None:
         self._longest_s = longest_s
         self._control = control
-        self._one_of_each = one_of_each
         self._missed: Counter[int] = Counter()
         self._known: set[int] = set()
         self._told = False
@@ -72,7 +68,7 @@ class ReachWatch:
         if self._control.heard.broken():
             self._missed.clear()
             return LOOK_S
-        others = self._one_of_each()
+        others = self._control.doors.one_of_each_node(self._control.members)
         if self._longest_s(now) < LONG_S:
             self._missed.clear()
             if others and self._known.issuperset(others):

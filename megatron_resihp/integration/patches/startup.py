@@ -9,7 +9,7 @@ import functools
 import gc
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from enum import Enum
@@ -105,7 +105,10 @@ def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Ca
             abort_or_die(each.connections.abort_if_interrupted)
 
     door = Door(own_address(store.address.host, os.environ.get(GLOO))).address
-    control = WorkerControl(store, worker, abort, NO_EPOCH if joining else 0, door)
+    slots, here = int(os.environ[SLOTS]), int(os.environ["LOCAL_WORLD_SIZE"])
+    control = WorkerControl(
+        store, worker, abort, NO_EPOCH if joining else 0, door, lambda worker: node_of(worker, slots, here)
+    )
     if store.way.is_led_on:
         control.channel.stand(identity_of_job(store))
 
@@ -113,7 +116,7 @@ def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Ca
         return ControlStore(open_connection(store.way, REOPEN_S))
 
     communicators.append(Communicators(open_store(), worker, control.heard.broken, reopen=open_store))
-    ReachWatch(communicators[0].waiter.longest_s, control, lambda: one_of_each_node(control.members, worker)).begin()
+    ReachWatch(communicators[0].waiter.longest_s, control).begin()
     pack_sheet = functools.partial(_pack, Seen(int(os.environ[ABSENCES_FD])), config.resihp_emulate is not None)
     outbox = Outbox(socket.socket(fileno=int(os.environ["RESIHP_RECORDS_FD"])), pack_sheet)
     atexit.register(outbox.close, LAST_RECORDS_S)
@@ -133,13 +136,6 @@ def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Ca
     if not cpu.installed():
         runtime.pads.slowing = DeviceSlowing(lambda: control.heard.slowness.speed(worker), runtime.probes.event)
     return runtime
-
-
-def one_of_each_node(members: Iterable[int], me: int) -> list[int]:
-    """The first of these workers on each node except this worker's own."""
-    slots, here = int(os.environ[SLOTS]), int(os.environ["LOCAL_WORLD_SIZE"])
-    first = {node_of(worker, slots, here): worker for worker in sorted(members, reverse=True)}
-    return [worker for node, worker in sorted(first.items()) if node != node_of(me, slots, here)]
 
 
 def _pack(absences: Seen, emulated: bool, sheet: Sheet, lost: int) -> bytes:

@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
 from megatron_resihp.control import exit_codes, keys
+from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.store import StoreError
 from megatron_resihp.control.worker.channel import Channel
 from megatron_resihp.control.worker.client import WorkerControl
+from megatron_resihp.control.worker.doors import Doors
 from megatron_resihp.control.worker.errors import CoordinatorLost, EpochBroken, JobEnded
 from megatron_resihp.control.worker.heard import NOTICE_S
 from megatron_resihp.plan import ParallelPlan, Replica
@@ -201,6 +203,27 @@ def test_who_has_never_answered_is_not_taken_for_lost(monkeypatch: pytest.Monkey
     knocks = iter(([2, 3, 4], [4], [2, 3, 4]))
     monkeypatch.setattr("megatron_resihp.control.worker.doors.unreachable", lambda doors: next(knocks))
     assert [control.doors.silent((1, 2, 3, 4)) for _ in range(3)] == [[], [], [2, 3]]
+
+
+@pytest.mark.parametrize(("me", "asked", "cut_off"), [(1, [3, 5], [4, 5]), (0, [3, 4], [4, 5]), (3, [1, 5], [4, 5])])
+def test_one_worker_of_each_other_node_is_looked_for(
+    monkeypatch: pytest.MonkeyPatch, me: int, asked: list[int], cut_off: list[int]
+) -> None:
+    """And all workers of a node that does not answer are cut off. Neighbours don't all knock at one door."""
+    looked_for = []
+
+    def look(doors: Mapping[int, Address]) -> list[int]:
+        looked_for.append(sorted(doors))
+        return [] if len(looked_for) == 1 else [worker for worker in doors if worker in cut_off]
+
+    monkeypatch.setattr("megatron_resihp.control.worker.doors.unreachable", look)
+    store = Published()
+    for worker in range(6):
+        store.values[f"{keys.KNOCK_AT}{worker}"] = f"10.0.0.{worker // 2}:1"
+    doors = Doors(Channel(store, me, lambda error: JobEnded(1, error)), me, lambda worker: worker // 2)
+    members = [worker for worker in range(6) if worker != 2 or me != 0]
+    assert [doors.cut_off(members) for _ in range(2)] == [[], cut_off]
+    assert looked_for == 2 * [asked]
 
 
 def test_no_two_workers_give_a_message_the_same_id(monkeypatch: pytest.MonkeyPatch) -> None:

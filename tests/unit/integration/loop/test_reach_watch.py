@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from megatron_resihp.integration.loop.reach_watch import LONG_S, LOOK_S, ReachWatch
-from megatron_resihp.integration.patches import startup
 from megatron_resihp.protocol.messages import CommunicationFailed, Message
 
 
@@ -25,10 +24,15 @@ class Control:
         self.known: frozenset[int] = frozenset()
         self.told: list[Any] = []
         self._silent = list(silent)
+        self.members = (0, 1, 2, 3, 4)
         self.heard = self.doors = self
 
     def broken(self) -> bool:
         return self.is_broken
+
+    def one_of_each_node(self, members: Sequence[int]) -> list[int]:
+        assert members == self.members
+        return [2, 4]
 
     def silent(self, workers: Sequence[int]) -> Sequence[int]:
         assert workers == [2, 4]
@@ -45,7 +49,7 @@ class Control:
 
 
 def watched(control: Any, waited: Callable[[float], float], looks: int) -> list[Any]:
-    watch = ReachWatch(waited, control, lambda: [2, 4])
+    watch = ReachWatch(waited, control)
     for number in range(looks):
         watch.look(number * LOOK_S)
     told: list[Any] = control.told
@@ -79,9 +83,3 @@ def test_in_a_broken_epoch_nobody_is_looked_for() -> None:
     control = Control()
     control.is_broken = True
     assert watched(control, lambda now: LONG_S, 5) == [] and control.looks == 0
-
-
-def test_one_worker_on_each_other_node_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RESIHP_SLOTS", "8")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert startup.one_of_each_node([0, 1, 3, 4, 14, 15], me=1) == [3, 4, 14]
