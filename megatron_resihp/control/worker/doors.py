@@ -52,16 +52,25 @@ class Doors:
         return [worker for worker in missed if known[worker].host in self._reached]
 
     def one_of_each_node(self, workers: Iterable[int]) -> list[int]:
-        """One of these workers on each node but this worker's own. Neighbours take different ones, so that in a large
-        job no door has to open to all."""
+        """One of these workers on each of the other nodes that are this worker's to look for.
+
+        Those on its own node share the other nodes, so that all are looked for, and thousands of workers don't all
+        knock at one door.
+        """
         nodes: dict[int, list[int]] = {}
         for worker in sorted(workers):
             nodes.setdefault(self._node_of(worker), []).append(worker)
-        nodes.pop(self._node_of(self._worker), None)
-        return [there[self._worker % len(there)] for _, there in sorted(nodes.items())]
+        here = nodes.pop(self._node_of(self._worker), [])
+        place, sharing = (here.index(self._worker), len(here)) if self._worker in here else (0, 1)
+        own = sorted(nodes.items())[place::sharing]
+        return [there[self._worker % len(there)] for _, there in own]
 
     def cut_off(self, workers: Iterable[int]) -> list[int]:
-        """Those of these workers whose nodes are `silent`; one of each node is looked for. Raises the same."""
+        """Those of these workers whose nodes are `silent`, of the nodes that are this worker's to look for.
+
+        Raises:
+            JobEnded: as of `silent`.
+        """
         workers = list(workers)
         nodes = {self._node_of(worker) for worker in self.silent(self.one_of_each_node(workers))}
         return [worker for worker in workers if self._node_of(worker) in nodes]

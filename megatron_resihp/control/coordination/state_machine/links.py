@@ -106,17 +106,16 @@ class FailedLinks:
         Args:
             capacity: how many workers have work without these; None: there is no plan.
         """
-        sides: dict[tuple[int, int], tuple[set[int], set[int]]] = {}
-        for (one, other), times in self._failures.items():
-            often = times >= FAILURES or self._nodes((one, other)) in self.good_in
-            if often and one in living and other in living:
-                ends = sorted((one, other), key=self.node_of)
-                pair = sides.setdefault((self.node_of(ends[0]), self.node_of(ends[1])), (set(), set()))
-                for side, end in zip(pair, ends, strict=True):
-                    side.add(end)
+        bad = {
+            nodes
+            for pair, times in self._failures.items()
+            if (nodes := self._nodes(pair)) and living >= set(pair) and (times >= FAILURES or nodes in self.good_in)
+        }
+        # A node's workers share the work of looking for others, so that one may speak for all.
+        sides = [[frozenset(w for w in living if self.node_of(w) == node) for node in nodes] for nodes in sorted(bad)]
         if not sides:
             return None
-        found = [(frozenset(side), self._told(*pair)) for pair in sides.values() for side in pair]
+        found = [(side, self._told(*pair)) for pair in sides for side in pair]
         cuts = Counter(side for side, _ in found)
         kept = {side: capacity(side) for side, _ in found}
         possible = [each for each in found if kept[each[0]] is not None]

@@ -809,12 +809,14 @@ class TestFailedLinks:
         assert [each.left_out for each in events(actions, "link_failed")] == [(2, 3)]
         assert only(EpochPlan, actions).plan.members == (0, 1, 4, 5, 6, 7)
 
-    def test_one_worker_that_others_can_not_reach(self) -> None:
+    def test_workers_of_a_node_share_the_work_of_looking_for_others(self) -> None:
+        """One has looked for the other node, and speaks for both: without it alone the other one fails as well."""
         job = Job(workers=6, micro_batches=12).start()
         for _ in range(2):
             job.tell(CommunicationFailed(0, epoch=job.state.epoch, error="Timed out waiting 600000ms"))
-            actions = [a for w in range(6) for a in job.report(w, unreachable=[3] if w > 3 else [])]
-        assert events(actions, "link_failed")[0].left_out == (3,)
+            lost = {3: [4, 5]}
+            actions = [a for w in range(6) for a in job.report(w, unreachable=lost.get(w, []))]
+        assert events(actions, "link_failed")[0].left_out == (4, 5)
 
     def test_with_a_death_counting_begins_anew(self) -> None:
         job = Job(workers=8).start()
