@@ -6,7 +6,6 @@ In a job it does what files in RUN_DIR/wishes ask for, as wishing_gpt.py does; w
 noting_gpt.py does.
 """
 
-import os
 import sys
 from pathlib import Path
 
@@ -16,10 +15,18 @@ sys.path.insert(0, str(REPOSITORY / "scripts"))
 import fused_gpt  # noqa: E402, F401
 import pretrain_gpt  # noqa: E402
 from grouped_layers import grouped_experts  # noqa: E402
-from megatron.core.models import backends  # noqa: E402
+from megatron.core.models.backends import LocalSpecProvider  # noqa: E402
 from noting_gpt import run_or_note  # noqa: E402
 
-if __name__ == "__main__":
-    made = grouped_experts()
-    backends.LocalSpecProvider.grouped_mlp_modules = lambda self, grouped: made  # type: ignore[method-assign]
+
+def main() -> None:
+    """Train, with grouped products where the flag says so."""
+    one_after_another, grouped = LocalSpecProvider.grouped_mlp_modules, grouped_experts()
+    LocalSpecProvider.grouped_mlp_modules = (  # type: ignore[method-assign]
+        lambda self, wanted: grouped if wanted else one_after_another(self, wanted)
+    )
     run_or_note(pretrain_gpt)
+
+
+if __name__ == "__main__":
+    main()
