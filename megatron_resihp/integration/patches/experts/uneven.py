@@ -173,9 +173,9 @@ def _of_one_expert(layer: Any, place: int, group: StageGroup) -> Any:
     groups = copy.copy(layer._pg_collection)
     groups.ep = group
     named = {kind: layer._parameters.get(f"{kind}{place}") for kind in ("weight", "bias")}
-    alone = layer.__new__(type(layer))
-    vars(alone).update(vars(layer) | {"num_gemms": 1, "_pg_collection": groups})
-    vars(alone)["_parameters"] = {f"{kind}0": each for kind, each in named.items() if each is not None}
+    weights = {f"{kind}0": each for kind, each in named.items() if each is not None}
+    alone = object.__new__(type(layer))
+    vars(alone).update(vars(layer) | {"_parameters": weights, "num_gemms": 1, "_pg_collection": groups})
     return alone
 
 
