@@ -225,8 +225,6 @@ def why_even_experts(arguments: Mapping[str, Any]) -> str:
     """Why replicas that share experts must have equal numbers of them; empty: they needn't."""
     if why_equal_rounds(arguments):
         return why_equal_rounds(arguments)
-    if arguments.get("moe_grouped_gemm"):
-        return "with --moe-grouped-gemm, Megatron saves equal numbers only"
     if arguments.get("moe_expert_capacity_factor") is not None:
         return "no test covers it with --moe-expert-capacity-factor"
     if "sinkhorn" in (arguments.get("moe_router_load_balancing_type") or ()):

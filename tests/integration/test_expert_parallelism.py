@@ -26,7 +26,14 @@ from jobs import (
     check_training,
     tiny,
 )
-from stock_runs import check_like_stock, check_that_training_shows, forked_stock_steps, like_stock_and_back, losses_of
+from stock_runs import (
+    NOTING,
+    check_like_stock,
+    check_that_training_shows,
+    forked_stock_steps,
+    like_stock_and_back,
+    losses_of,
+)
 from test_checkpoints import FUSED, as_stock_says, stock_losses
 from test_emergency import emergency
 from test_expert_biases import ROUTED
@@ -224,15 +231,18 @@ def test_a_checkpoint_of_a_smaller_degree(
     assert job.summary.loss == pytest.approx(expected, rel=tolerance.loss)
 
 
-def check_gone_on_from(lost: Job, jobs: Jobs, workers: int, layout: dict[str, Any]) -> None:
-    """What the survivors of a death in iteration 4 have saved is put together, and the job goes on from that."""
+def check_gone_on_from(
+    lost: Job, jobs: Jobs, workers: int, layout: dict[str, Any], scripts: tuple[Path, Path] = (FUSED, NOTING)
+) -> None:
+    """What the survivors of a death in iteration 4 have saved is put together, and the job goes on from that.
+    `scripts`: of the job, and of stock Megatron."""
     made = emergency(lost.run_dir)
     assert made.returncode == 0, made.stdout + made.stderr
     found = newest_state(lost.run_dir)
     assert found is not None and found[1] == 3
-    again = jobs.run([*tiny(**layout), *flags(found[0])], workers=workers, script=FUSED)
+    again = jobs.run([*tiny(**layout), *flags(found[0])], workers=workers, script=scripts[0])
     assert again.code == 0, again.tails()
-    stock = losses_of(forked_stock_steps(jobs, workers, **layout))
+    stock = losses_of(forked_stock_steps(jobs, workers, scripts[1], **layout))
     assert again.summary.loss == pytest.approx({n: stock[n] for n in range(4, 10)}, rel=FP32.loss)
 
 

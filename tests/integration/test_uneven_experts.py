@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from jobs import BIASED, FP32, PRETRAIN, Job, Jobs, Tolerance, ask_at, check_samples, tiny
-from stock_runs import check_like_stock, forked_stock_steps, losses_of
+from stock_runs import NOTING, check_like_stock, forked_stock_steps, losses_of
 from test_checkpoints import FUSED, as_stock_says, stock_losses
 from test_expert_biases import ROUTED
 from test_expert_parallelism import (
@@ -33,6 +33,10 @@ WORKERS, EXPERTS = 4, 8
 EIGHT_BY_ALL: dict[str, Any] = {"num_experts": EXPERTS, "expert_model_parallel_size": WORKERS}
 SHARED_BY_ALL: dict[str, Any] = SHARED | EIGHT_BY_ALL
 SMALL_DEVICES = Path(__file__).with_name("small_devices_gpt.py")
+GROUPED_SCRIPT = Path(__file__).with_name("grouped_gpt.py")
+SMALL_GROUPED = Path(__file__).with_name("small_grouped_gpt.py")
+GROUPED: dict[str, Any] = {"moe_grouped_gemm": True}
+"""With those scripts, each of a layer's two products is a module that has all of a worker's experts."""
 
 
 WORKER = tuple(((worker,),) for worker in range(2 * WORKERS))
@@ -83,13 +87,20 @@ def test_a_change_there_and_back(
     assert degrees(job) == [(4, 0), (3, 8), (4, 0)]
 
 
-def test_deaths_where_memory_holds_no_equal_numbers(jobs: Jobs) -> None:
+@pytest.mark.parametrize(
+    ("layout", "stock_script", "script"),
+    [({}, NOTING, SMALL_DEVICES), (GROUPED, GROUPED_SCRIPT, SMALL_GROUPED)],
+    ids=["one after another", "grouped"],
+)
+def test_deaths_where_memory_holds_no_equal_numbers(
+    jobs: Jobs, layout: dict[str, Any], stock_script: Path, script: Path
+) -> None:
     """Three survivors don't have room for all experts each, and are faster than two that share them. Then one of the
     three dies, with experts that nobody else has; copies of its part of the optimizer have them."""
-    layout = SHARED_BY_ALL | OPTIMIZER
-    stock = forked_stock_steps(jobs, WORKERS, **layout)
+    layout = SHARED_BY_ALL | OPTIMIZER | layout
+    stock = forked_stock_steps(jobs, WORKERS, stock_script, **layout)
     deaths = ["kill:3@3:backward", "kill:1@6:step"]
-    job = jobs.run(tiny(**layout, resihp_inject=deaths), workers=WORKERS, script=SMALL_DEVICES)
+    job = jobs.run(tiny(**layout, resihp_inject=deaths), workers=WORKERS, script=script)
     check_like_stock(job, stock)
     check_samples(job)
     assert degrees(job) == [(4, 0), (3, 8), (2, 0)]
@@ -121,12 +132,37 @@ def test_a_checkpoint(jobs: Jobs, tmp_path: Path, layout: dict[str, Any]) -> Non
     assert losses == pytest.approx(as_stock_says(expected), rel=FP32.loss)
 
 
-def test_what_survivors_saved_is_gone_on_from(jobs: Jobs, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("replicas", "layout"), [(WORKER, SWIGLU), (MEMBERS, TENSOR | OPTIMIZER)], ids=["gated", "optimizer, tensor"]
+)
+def test_a_checkpoint_of_grouped_products(jobs: Jobs, tmp_path: Path, replicas: Any, layout: dict[str, Any]) -> None:
+    """Stock Megatron goes on from it under the job's own degree, and under a smaller one with experts one after
+    another."""
+    layout, workers, path = SHARED_BY_ALL | GROUPED | layout, WORKERS * len(replicas[0][0]), tmp_path / "saved"
+    stock = losses_of(forked_stock_steps(jobs, workers, GROUPED_SCRIPT, **layout))
+    saving = {"save": path, "save_interval": 5, "exit_interval": 5}
+    asked = ask_at(tmp_path, (shared_by(3, replicas), 2))
+    job = jobs.start(tiny(**layout | saving, resihp_plan=asked), workers=workers, script=GROUPED_SCRIPT)
+    assert job.wait(LARGE_JOB_S).code == 0 and degrees(job) == [(4, 0), (3, 8)], job.tails()
+    loading = layout | {"load": path, "ckpt_format": "torch_dist"}
+    for other in ({}, {"moe_grouped_gemm": False, "expert_model_parallel_size": 2}):
+        losses = losses_of(forked_stock_steps(jobs, workers, GROUPED_SCRIPT, **loading | other))
+        assert losses == pytest.approx({number: stock[number] for number in range(6, 10)}, rel=FP32.loss)
+
+
+@pytest.mark.parametrize(
+    ("layout", "scripts"),
+    [({}, (FUSED, NOTING)), (GROUPED, (GROUPED_SCRIPT, GROUPED_SCRIPT))],
+    ids=["one after another", "grouped"],
+)
+def test_what_survivors_saved_is_gone_on_from(
+    jobs: Jobs, tmp_path: Path, layout: dict[str, Any], scripts: tuple[Path, Path]
+) -> None:
     """They are too few for the user, and save what they have: what one of a group has lost, one of the other has."""
-    layout, workers = SHARED_BY_ALL | OPTIMIZER, 2 * WORKERS
+    layout, workers = SHARED_BY_ALL | OPTIMIZER | layout, 2 * WORKERS
     asked = ask_at(tmp_path, (shared_by(3, groups=2), 2))
     arguments = tiny(**layout, resihp_plan=asked, resihp_inject=["kill:1@4"])
-    lost = jobs.run(arguments, workers=workers, min_workers=workers, script=FUSED)
+    lost = jobs.run(arguments, workers=workers, min_workers=workers, script=scripts[0])
     assert lost.code == exit_codes.NO_PLAN, lost.tails()
     assert degrees(lost) == [(4, 0), (3, 8)]
-    check_gone_on_from(lost, jobs, workers, layout)
+    check_gone_on_from(lost, jobs, workers, layout, scripts)

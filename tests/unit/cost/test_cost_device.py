@@ -133,7 +133,8 @@ def test_rounds_that_count_nothing_are_calls_of_their_own(arguments: dict[str, A
     [
         ({"num_experts": 8, "moe_router_load_balancing_type": ["aux_loss"]}, ""),
         ({"overlap_moe_expert_parallel_comm": True}, "in turns with another"),
-        ({"moe_grouped_gemm": True}, "saves equal numbers only"),
+        ({"moe_grouped_gemm": True}, ""),
+        ({"moe_grouped_gemm": True, "fp8": "hybrid", "num_experts": 8}, "8-bit scales"),
         ({"moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor"),
         ({"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn"),
         ({"num_distributed_optimizer_instances": 2}, "--num-distributed-optimizer-instances"),

@@ -9,6 +9,7 @@ megatron, `plan` and this package.
 
 import copy
 import functools
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Final
@@ -20,6 +21,8 @@ from megatron_resihp.integration.world.heterogeneous_groups import StageGroup
 from megatron_resihp.plan.experts import dealt_experts
 
 MOE: Final = "megatron.core.transformer.moe"
+OF_ONE_EXPERT: Final = re.compile(r"(linear_fc[12]\.)(?:(weight|bias)0|(_extra_state))$")
+"""What Megatron calls the state of a layer of grouped products that has one expert."""
 DISPATCHER: Final = ("num_local_experts", "local_expert_indices", "config", "pg_collection")
 
 
@@ -54,6 +57,12 @@ def patches_of() -> list[Patch]:
             wrap_sharded_state_dict,
             ("self", "prefix", "sharded_offsets", "metadata"),
             "saves experts by their numbers among all of their layer",
+        ),
+        Patch(
+            f"{MOE}.experts:TEGroupedMLP.sharded_state_dict",
+            wrap_grouped_sharded_state_dict,
+            ("self", "prefix", "sharded_offsets", "metadata"),
+            "saves experts whose products are grouped by their numbers among all of their layer",
         ),
     ]
 
@@ -124,3 +133,53 @@ def wrap_sharded_state_dict(original: Callable[..., dict[str, Any]]) -> Callable
         return found
 
     return sharded_state_dict
+
+
+def wrap_grouped_sharded_state_dict(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """The same of experts whose products are grouped. There, a layer has the weights of all experts of a worker, and
+    Megatron asks each such layer, too, for the places of its weights."""
+
+    @functools.wraps(original)
+    def sharded_state_dict(
+        self: Any, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        own = own_experts(self.config, self.ep_group)
+        if own is None:
+            return original(self, prefix, sharded_offsets, metadata)
+        found: dict[str, Any] = {}
+        for place, number in enumerate(own):
+            group = StageGroup(number, self.config.num_moe_experts)
+            layers = {name: _of_one_expert(layer, place, group) for name, layer in self._modules.items()}
+            alone = SimpleNamespace(
+                _modules=layers, num_local_experts=1, config=self.config, ep_group=group, tp_group=self.tp_group
+            )
+            for name, entry in original(alone, prefix, sharded_offsets, metadata).items():
+                found[OF_ONE_EXPERT.sub(functools.partial(_at, place), name)] = entry
+        return found
+
+    return sharded_state_dict
+
+
+def _of_one_expert(layer: Any, place: int, group: StageGroup) -> Any:
+    """A layer that shares all with this one, but has the weights of one expert only; others than those of grouped
+    products as they are.
+
+    Args:
+        place: of the expert among the layer's own.
+        group: its number among all, in place of the group of those that share experts.
+    """
+    if not hasattr(layer, "num_gemms"):
+        return layer
+    groups = copy.copy(layer._pg_collection)
+    groups.ep = group
+    named = {kind: layer._parameters.get(f"{kind}{place}") for kind in ("weight", "bias")}
+    weights = {f"{kind}0": each for kind, each in named.items() if each is not None}
+    alone = object.__new__(type(layer))
+    vars(alone).update(vars(layer) | {"_parameters": weights, "num_gemms": 1, "_pg_collection": groups})
+    return alone
+
+
+def _at(place: int, found: re.Match[str]) -> str:
+    """The name of an expert's state among that of all of a worker's."""
+    layer, kind, _ = found.groups()
+    return f"{layer}{kind}{place}" if kind else f"{layer}_extra_state{place or ''}"

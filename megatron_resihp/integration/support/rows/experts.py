@@ -39,9 +39,9 @@ _LAYERS: Rows = joined(
     ),
     tested("integration/test_flags.py::test_a_death_and_other_degrees", "moe_shared_expert_gate"),
     tested(
-        "integration/test_flags.py::test_a_death_and_other_degrees",
+        "integration/test_uneven_experts.py::test_deaths_where_memory_holds_no_equal_numbers",
         "moe_grouped_gemm",
-        device="GPU: Transformer Engine's grouped layers; CPUs run the experts one after another",
+        device="GPU: Transformer Engine's grouped products; CPUs compute those of one expert after another",
     ),
     kernel("core.transformer.moe.experts:SequentialMLP.forward", "moe_apply_probs_on_input"),
     kernel(

@@ -450,7 +450,7 @@ def test_survivors_with_more_experts_each_go_on_without_room_for_what_was_before
                              "expert_model_parallel_size": 4, "use_distributed_optimizer": True}  # fmt: skip
     model, training = model_from_arguments(arguments), training_of_job(arguments, OwnSplit(own, 1))
     job = replace(JOB, chunks=own, pipeline_parallel=1, micro_batches=8, expert_parallel=4, experts=8,
-                  even_experts="they are grouped", distributed_optimizer=True, host_memory=0)  # fmt: skip
+                  even_experts="no test has it", distributed_optimizer=True, host_memory=0)  # fmt: skip
     shape = shape_of(job, workers_per_node=4)
     start = initial_plan(shape, 4)
     full = spelled_out(start, own)
@@ -481,7 +481,7 @@ class TestUnequalNumbersOfExperts:
     @pytest.mark.parametrize(
         ("told", "degrees"),
         [
-            ({}, [4, 2, 1, 3]), ({"even_experts": "they are grouped"}, [4, 2, 1]), ({"context_parallel": 2}, [4, 2, 1]),
+            ({}, [4, 2, 1, 3]), ({"even_experts": "no test has it"}, [4, 2, 1]), ({"context_parallel": 2}, [4, 2, 1]),
             ({"tensor_parallel": 2, "expert_members": 1}, [4, 2, 1]), ({"keeps_experts": "of what they get"}, [4]),
             ({"pipeline_parallel": 2, "pipeline_last": False}, [4]),
         ],
@@ -515,9 +515,9 @@ class TestUnequalNumbersOfExperts:
         ("sharers", "experts", "why", "reason"),
         [
             (3, 0, "", r"3 replicas can't share the 8 experts of a layer evenly; unless .* \"uneven_experts\": 8"),
-            (3, 0, "they are grouped", "3 replicas can't share the 8 experts of a layer evenly$"),
+            (3, 0, "no test has it", "3 replicas can't share the 8 experts of a layer evenly$"),
             (3, 10, "", "each layer has 8 experts, not 10"),
-            (3, 8, "they are grouped", "experts can't be dealt in unequal numbers: they are grouped"),
+            (3, 8, "no test has it", "experts can't be dealt in unequal numbers: no test has it"),
         ],
     )
     def test_what_users_ask_for(self, sharers: int, experts: int, why: str, reason: str) -> None:

@@ -3,20 +3,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("megatron.core")
 
+from grouped_layers import grouped_experts
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_resihp.integration.emergency.alone import world_of_one
 from megatron_resihp.integration.patches.experts.uneven import (
     own_experts,
     wrap_dispatcher,
+    wrap_grouped_sharded_state_dict,
     wrap_layer,
     wrap_sharded_state_dict,
 )
 from megatron_resihp.integration.world.heterogeneous_groups import StageGroup
+from megatron_resihp.plan.experts import dealt_experts
 
 
 def groups(rank: int, sharers: int) -> Any:
@@ -92,3 +103,75 @@ def test_a_checkpoint_has_each_expert_once_under_its_number(sharers: int) -> Non
         assert list(said) == names, "names are those of this worker's own modules"
         found += said.values()
     assert found == [("layer", number, 8, f"expert {number}", "holders", "said") for number in range(8) for _ in (1, 2)]
+
+
+@pytest.fixture
+def alone() -> Iterator[Any]:
+    """Megatron asks no group for its size unless torch's are there."""
+    with world_of_one() as group:
+        yield group
+
+
+made = cache(grouped_experts)
+
+
+def grouped(rank: int, sharers: int, gated: bool, biased: bool) -> Any:
+    """One worker's experts of eight, as Megatron has them for --moe-grouped-gemm. All weights of an expert are its
+    number."""
+    given = TransformerConfig(
+        num_layers=1, hidden_size=2, num_attention_heads=1, num_moe_experts=8, moe_ffn_hidden_size=3,
+        gated_linear_unit=gated, add_bias_linear=biased, use_cpu_initialization=True, moe_grouped_gemm=True,
+    )  # fmt: skip
+    own, one = dealt_experts(8, sharers)[rank], StageGroup(0, 1)
+    groups = SimpleNamespace(
+        ep=StageGroup(rank, sharers), expt_tp=one, expt_dp=one, expt_gtp_remat=one, expt_dp_gtp_remat=one
+    )
+    experts = made()(len(own), given, pg_collection=groups)
+    with torch.no_grad():
+        for name, parameter in experts.named_parameters():
+            parameter.fill_(own[int(name[-1])])
+    return experts
+
+
+def saved(experts: Any, group: Any, wrap: Any) -> dict[str, Any]:
+    """What Megatron is to save of them, by local name. `wrap`: its own function."""
+    sharded_state_dict = wrap(type(experts).sharded_state_dict)
+    found: dict[str, Any] = sharded_state_dict(experts, "mlp.experts.", ((0, 4, 6),), {"dp_cp_group": group})
+    return found
+
+
+def in_a_checkpoint(found: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """What it has where, of what is said by local name."""
+    built = dict(found)
+    apply_factories(built)
+    return [
+        (each.key, each.global_shape, each.global_offset, each.replica_id,
+         each.data.tolist() if isinstance(each, ShardedTensor) else None)
+        for each in nested_values(built)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("gated", "biased"), [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize("sharers", [3, 5, 7])
+def test_a_checkpoint_has_grouped_experts_where_megatron_looks_for_them(
+    alone: Any, sharers: int, gated: bool, biased: bool
+) -> None:
+    """As of one worker with all experts, in whose checkpoint Megatron itself has said their places."""
+    whole = in_a_checkpoint(saved(grouped(0, 1, gated, biased), alone, lambda megatrons: megatrons))
+    build = partial(grouped, sharers=sharers, gated=gated, biased=biased)
+    dealt = [saved(build(rank), alone, wrap_grouped_sharded_state_dict) for rank in range(sharers)]
+    found = [entry for each in dealt for entry in in_a_checkpoint(each)]
+    assert sorted(found) == sorted(whole)
+    assert len(whole) == 8 * (2 * (2 + biased) + gated)
+
+
+def test_grouped_experts_are_loaded_where_they_are(alone: Any) -> None:
+    """Of what a checkpoint has for the last of three workers, its layers take all, without asking for more."""
+    of_last, other = grouped(2, 3, True, False), grouped(2, 3, True, False)
+    for parameter in of_last.parameters():
+        parameter.data.zero_()
+    loaded = {name: each.data for name, each in saved(other, alone, wrap_grouped_sharded_state_dict).items()}
+    of_last.load_state_dict({name.removeprefix("mlp.experts."): each for name, each in loaded.items()}, strict=True)
+    assert {name: each.unique().tolist() for name, each in of_last.named_parameters()} == {
+        f"linear_fc{layer}.weight{place}": [number] for layer in (1, 2) for place, number in enumerate((6, 7))
+    }
