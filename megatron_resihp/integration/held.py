@@ -46,6 +46,12 @@ class Held:
         return None if self.kept is None else self.kept.copy
 
     @property
+    def copied(self) -> tuple[Shard, ...]:
+        """What that worker holds."""
+        kept = self.experts or self.kept
+        return () if kept is None else kept.copied
+
+    @property
     def coordinate(self) -> Coordinate | None:
         """The coordinate of the job's own layout whose state this is; None if it is of another layout."""
         return self._own.coordinate_of(self.shards)

@@ -224,7 +224,9 @@ def test_a_checkpoint_of_a_smaller_degree(
     assert job.summary.loss == pytest.approx(expected, rel=tolerance.loss)
 
 
-def check_gone_on_from(lost: Job, jobs: Jobs, workers: int, layout: dict[str, Any]) -> None:
+def check_gone_on_from(
+    lost: Job, jobs: Jobs, workers: int, layout: dict[str, Any], tolerance: Tolerance = FP32
+) -> None:
     """What the survivors of a death in iteration 4 have saved is put together, and the job goes on from that."""
     made = emergency(lost.run_dir)
     assert made.returncode == 0, made.stdout + made.stderr
@@ -233,7 +235,7 @@ def check_gone_on_from(lost: Job, jobs: Jobs, workers: int, layout: dict[str, An
     again = jobs.run([*tiny(**layout), *flags(found[0])], workers=workers, script=FUSED)
     assert again.code == 0, again.tails()
     stock = losses_of(forked_stock_steps(jobs, workers, **layout))
-    assert again.summary.loss == pytest.approx({n: stock[n] for n in range(4, 10)}, rel=FP32.loss)
+    assert again.summary.loss == pytest.approx({n: stock[n] for n in range(4, 10)}, rel=tolerance.loss)
 
 
 @pytest.mark.parametrize(
