@@ -76,10 +76,10 @@ def _fatal(shape: JobShape, workers: int, pipeline_last: bool, apart: bool) -> t
 
 
 def _mend(shape: JobShape, workers: int, pipeline_last: bool, apart: bool) -> str | None:
-    copied = replace(shape, expert_copies=True)
-    if shape.shares_experts and not shape.expert_copies and not any(_fatal(copied, workers, pipeline_last, apart)):
-        return f"start it with {COPIES} 1"
     if shape.shares_experts:
+        of_shapes = (_fatal(each, workers, pipeline_last, apart) for each in (shape, replace(shape, expert_copies=True)))
+        if [any(fatal) for fatal in of_shapes] == [True, False]:
+            return f"start it with {COPIES} 1"
         return "give it more workers, or fewer of them that share experts"
     if all(each.context > 1 for each in shape.sharings):
         return "give it more workers, or fewer of them that share sequences"

@@ -143,7 +143,10 @@ def lacking(held: Held, layers: int, in_parts: bool = False, copied: Iterable[Sh
         held = {worker: without_experts(shards) for worker, shards in held.items()}
     grain = _grain((*held.values(), copied))
     everything = _cells([Shard(0, layers, 0, 1)], grain)
-    return _as_shards(everything - _union(held, grain) - _expert_cells(copied, grain), grain)
+    there = _union(held, grain)
+    # Experts alone are of no use: the rest of a layer is in every share of it.
+    there |= {(layer, cut, of) for layer, cut, of in _expert_cells(copied, grain) if (layer, cut, NO_EXPERT) in there}
+    return _as_shards(everything - there, grain)
 
 
 def without_experts(shards: tuple[Shard, ...]) -> tuple[Shard, ...]:

@@ -51,7 +51,7 @@ def nodes_of_job() -> NodeOf:
 
 def keepers_under(runtime: Runtime, plan: ParallelPlan) -> dict[int, int]:
     """By each worker that is to keep a copy of experts, their owner."""
-    if not runtime.job.copies_experts or plan.expert_parallel == 1:
+    if plan.expert_parallel == 1 or not runtime.job.copies_experts:
         return {}
     return kept_expert_copies(plan, nodes_of_job())
 
