@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from jobs import BF16, FP32, Job, Jobs, Tolerance, check_samples, tiny
-from stock_runs import check_like_stock, forked_stock_steps
+from stock_runs import check_like_stock, forked_stock_steps, like_stock_and_back
 from test_expert_parallelism import OPTIMIZER, SHARED, check_gone_on_from, degrees
 from test_nodes import FUSED
 
@@ -45,19 +45,17 @@ def test_the_last_of_a_pair_goes_on_with_the_other_ones_experts(
         assert degrees(job) == [(2, 2), (1, 1)]
 
 
-def test_four_that_have_an_expert_each_lose_two_one_after_the_other(jobs: Jobs) -> None:
-    """The three that are left have unequal numbers of experts, and keep copies anew."""
-    stock = forked_stock_steps(jobs, 4, **FOUR)
-    deaths = ["kill:1@3:step", "kill:2@6:backward"]
-    job = jobs.start(tiny(**FOUR, resihp_inject=deaths, resihp_record_digests=True), workers=4).wait(JOB_S)
-    check_like_stock(job, stock)
-    check_samples(job)
-    assert [count for _, count in degrees(job)] == [4, 3, 2]
+def test_the_death_and_the_return_of_one_of_four_that_have_an_expert_each(jobs: Jobs) -> None:
+    """The three that are left have all experts each. With the fourth they share them again, and keep copies again."""
+    job = like_stock_and_back(jobs, layout=FOUR | {"train_iters": 14}, kill="kill:3@3:step")
+    assert degrees(job) == [(4, 4), (1, 3), (4, 4)]
+    assert len(keepers(job)) == len({*keepers(job).values()}) == 4
 
 
 def test_an_expert_is_lost_with_the_worker_that_keeps_its_copy(jobs: Jobs) -> None:
     """And so it is where none is kept. Survivors save the rest."""
-    for flags in ({"resihp_inject": ["kill:1@4", "kill:2@4"]}, {"resihp_inject": "kill:1@4", "resihp_expert_copies": 0}):
+    both: dict[str, Any] = {"resihp_inject": ["kill:1@4", "kill:2@4"]}
+    for flags in (both, {"resihp_inject": "kill:1@4", "resihp_expert_copies": 0}):
         lost = jobs.start(tiny(**FOUR, **flags), workers=4).wait(JOB_S)
         assert lost.code == exit_codes.NO_PLAN, lost.tails()
         assert "of the experts of layer" in lost.output()

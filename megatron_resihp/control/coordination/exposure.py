@@ -77,8 +77,9 @@ def _fatal(shape: JobShape, workers: int, pipeline_last: bool, apart: bool) -> t
 
 def _mend(shape: JobShape, workers: int, pipeline_last: bool, apart: bool) -> str | None:
     if shape.shares_experts:
-        of_shapes = (_fatal(each, workers, pipeline_last, apart) for each in (shape, replace(shape, expert_copies=True)))
-        if [any(fatal) for fatal in of_shapes] == [True, False]:
+        with_copies = replace(shape, expert_copies=True)
+        fatal, left = (any(_fatal(each, workers, pipeline_last, apart)) for each in (shape, with_copies))
+        if fatal and not left:
             return f"start it with {COPIES} 1"
         return "give it more workers, or fewer of them that share experts"
     if all(each.context > 1 for each in shape.sharings):

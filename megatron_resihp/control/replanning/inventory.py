@@ -116,7 +116,7 @@ def keeps_ratio(job: JobDescription) -> bool:
     return bool(job.experts) and not job.pipeline_last and job.pipeline_parallel > 1
 
 
-def copied_experts(running: ParallelPlan, own: Sequence[Chunk], living: Container[int], node_of: NodeOf) -> Held:
+def copied_experts(running: ParallelPlan, own: tuple[Chunk, ...], living: Container[int], node_of: NodeOf) -> Held:
     """By living worker that keeps a copy of experts, what their owner holds.
 
     Args:

@@ -84,7 +84,7 @@ def _places(runtime: Runtime) -> tuple[Placed, str]:
 
 def _known(
     names: Sequence[str], named: Mapping[str, torch.nn.Parameter], where: Placed
-) -> dict[str, tuple[torch.Tensor, tuple[Place, ...]]]:
+) -> dict[str, tuple[torch.nn.Parameter, tuple[Place, ...]]]:
     """By name a parameter of the same shape and type, and the places of what is meant: an expert's that only a copy is
     here of, too."""
     others = siblings(named, [name for name in names if name not in named])

@@ -9,6 +9,7 @@ modules of this package that know no runtime.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -63,7 +64,7 @@ def beside(
         stands_in = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
         states[id(stands_in)] = shaped(stands_in, entry.tensors)
         for piece in pieces_like[id(parameter)]:
-            chunk = trained.model[piece.chunk]
+            chunk: Any = trained.model[piece.chunk]
             share = number * shares // chunk.config.num_moe_experts
             name = renumbered(piece.name, number)
             pieces.append(replace(piece, slice=piece.slice._replace(share=share), name=name, parameter=stands_in))

@@ -130,8 +130,8 @@ def own_gradient(trained: Trained) -> torch.Tensor:
 
 def expert_gradients(trained: Trained) -> list[torch.Tensor]:
     """The summed gradients of whole experts, where Megatron has them, one for each range of `expert_part` in order."""
-    experts = sorted(_experts(trained), key=lambda owned: owned.where)
-    return [owned.parameter.main_grad.detach() for owned in experts]
+    parameters: list[Any] = [owned.parameter for owned in sorted(_experts(trained), key=lambda owned: owned.where)]
+    return [parameter.main_grad.detach() for parameter in parameters]
 
 
 @torch.no_grad()

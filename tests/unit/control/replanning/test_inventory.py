@@ -163,9 +163,7 @@ class TestSharedExperts:
         assert copied_experts(start, self.OWN, {0, 2, 3}, self.SHAPE.node_of) == {
             0: held[1], 2: held[3], 3: held[2],
         }  # fmt: skip
-        plan = plan_for_survivors(
-            self.SHAPE, self.OWN, {each: held[each] for each in (0, 2, 3)}, start, copied=held[1]
-        )
+        plan = plan_for_survivors(self.SHAPE, self.OWN, {each: held[each] for each in (0, 2, 3)}, start, copied=held[1])
         assert (plan.expert_parallel, len(plan.replicas)) == (1, 1)
         assert lacking({each: held[each] for each in (0, 2)}, 6, copied=held[1]) == (Shard(3, 6, 0, 1, 1, 2),)
         with pytest.raises(NoPlanError, match="share 1 of 2 of the experts of layer 0 is held by no survivor"):

@@ -122,9 +122,7 @@ def copied(wire: Wire, owner: Trained) -> ExpertCopy:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("load", [4, 1 << 20], ids=["one by one", "together"])
-def test_a_survivor_has_the_experts_of_the_dead(
-    dtype: torch.dtype, load: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_survivor_has_the_experts_of_the_dead(dtype: torch.dtype, load: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, whatever the type of parameters; new objects that have all experts are filled from both."""
     monkeypatch.setattr(expert_ring, "LOAD", load)
     torch.manual_seed(0)
