@@ -31,7 +31,7 @@ MASTER: Final = "master"
 """and its 32-bit copy."""
 
 
-_EXPERT_IN_KEY: Final = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+EXPERT_IN_KEY: Final = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 """Where Megatron saves each expert by itself, with its number in the key."""
 
 
@@ -79,8 +79,8 @@ class Place(NamedTuple):
         Args:
             number: of the expert among all of its layer.
         """
-        if _EXPERT_IN_KEY.search(self.key):
-            return self._replace(key=_EXPERT_IN_KEY.sub(str(number), self.key))
+        if EXPERT_IN_KEY.search(self.key):
+            return self._replace(key=EXPERT_IN_KEY.sub(str(number), self.key))
         axis = self.prepended - 1
         return self._replace(offset=(*self.offset[:axis], number, *self.offset[axis + 1 :]))
 

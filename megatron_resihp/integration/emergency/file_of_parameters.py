@@ -15,7 +15,7 @@ import torch
 
 from megatron_resihp.coding import encode
 from megatron_resihp.integration.emergency.contents import MASTER, PARAM, Contents, Parameter, Place, Range
-from megatron_resihp.integration.emergency.places import Placed, placed
+from megatron_resihp.integration.emergency.places import Placed, objects_of_experts, placed
 from megatron_resihp.integration.modes.emergency_format import whole_metadata
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.parameter_slices import number_of_expert, pieces_of
@@ -62,7 +62,9 @@ def write_parameters(runtime: Runtime, order: EmergencyCheckpointOrder, path: Pa
         runtime.job.own.chunks[-1].end, shards if kept is None else held.shards, parameters, why_not,
         held.copied,
     )  # fmt: skip
-    saved = {"tensors": found, "objects": where.objects, "metadata": where.metadata,
+    others = sorted({number for name in found.keys() - named.keys() if (number := number_of_expert(name)) is not None})
+    objects = [*where.objects, *objects_of_experts(where.objects, others)]
+    saved = {"tensors": found, "objects": objects, "metadata": where.metadata,
              "common": _common(runtime, iteration, where.optimizer)}  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     replace(path, lambda aside: torch.save(saved, aside))
