@@ -252,6 +252,12 @@ class ResihpConfig:
         "shows how much.",
     )  # fmt: skip
 
+    resihp_expert_copies: int = _flag(
+        1, "How many copies are kept of experts that only one worker holds, in the host memory of another: 1 or 0. "
+        "With one, the job goes on after that worker's death. A copy is on another node where there is one. With "
+        "--use-distributed-optimizer, parts of its state have copies in any case.", metavar="N",
+    )  # fmt: skip
+
     resihp_strategy: str = _flag(
         UNIFORM, "The strategy that plans when workers die. One of " + ", ".join(STRATEGIES) + "; uniform makes as "
         "many complete replicas as possible, and is the fallback if a strategy has no plan that can run.",
@@ -331,6 +337,8 @@ class ResihpConfig:
         if self.resihp_strategy not in STRATEGIES:
             mend = f"{suggestion(self.resihp_strategy, STRATEGIES)}choose from {', '.join(STRATEGIES)}"
             raise ConfigError(f"--resihp-strategy {self.resihp_strategy} is none of them; {mend}")
+        if self.resihp_expert_copies not in (0, 1):
+            raise ConfigError(f"--resihp-expert-copies {self.resihp_expert_copies} can't be kept; give 0 or 1")
         if self.resihp_act not in ACTS:
             raise ConfigError(f"--resihp-act {self.resihp_act} is none of them; choose from {', '.join(ACTS)}")
         if self.resihp_act != ACTS[0] and self.resihp_strategy == UNIFORM:
@@ -378,7 +386,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         if item.type is bool:
             options["action"] = "store_true"
         else:
-            options["type"] = float if item.type is float else str
+            options["type"] = item.type if item.type in (int, float) else str
             options["default"] = item.default
             if item.default not in (None, ()):
                 options["help"] = f"{options['help']} (default {_said(item.default)})"

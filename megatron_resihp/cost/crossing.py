@@ -2,8 +2,8 @@
 """How much a plan's nodes send each other in an iteration. Imports `plan` and this package.
 
 What is counted are gradients that replicas sum and results that stages pass on. Not counted are tensor-parallel groups
-across nodes, keys and values of sequences that replicas share, the sum of embeddings that two stages share, and what is
-sent now and then.
+across nodes, keys and values of sequences that replicas share, gradients for copies of experts that are held once, the
+sum of embeddings that two stages share, and what is sent now and then.
 """
 
 from collections import defaultdict

@@ -85,12 +85,13 @@ class Digest(Event):
 
 @event("optimizer_copy", written_by="each worker that keeps one")
 class OptimizerCopy(Event):
-    """What keeping a copy of another worker's part of the distributed optimizer has cost, at the end of training."""
+    """What keeping a copy of another worker's part of the distributed optimizer, or of its experts, has cost, at the
+    end of training."""
 
-    owner: Annotated[int, "whose part it is"]
+    owner: Annotated[int, "whose it is"]
     steps: Annotated[int, "that it has taken since the epoch began"]
-    bytes_kept: Annotated[int, "of host memory: masters and moments"]
-    bytes_per_step: Annotated[int, "gradients that this worker sent to the copy of its own part"]
+    bytes_kept: Annotated[int, "of host memory: masters, or parameters where there are none, and moments"]
+    bytes_per_step: Annotated[int, "gradients that this worker sent to the copy of its own"]
     exchange_s: Annotated[float, "seconds per step until both gradients had passed, waits for others included"]
     step_s: Annotated[float, "seconds per step to take the owner's step, in the background"]
 

@@ -4,7 +4,7 @@ this package that know no runtime."""
 
 from megatron_resihp.integration.state.extra_state import ExtraState
 from megatron_resihp.integration.state.taking_over import Succession
-from megatron_resihp.integration.step.optimizer_copy import Kept
+from megatron_resihp.integration.step.optimizer_copy import ExpertCopy, Kept, PartCopy
 from megatron_resihp.integration.trained import Trained
 from megatron_resihp.integration.world.own_layers import OwnLayout
 from megatron_resihp.plan import Coordinate, Shard
@@ -18,6 +18,7 @@ class Held:
             Megatron has built them.
         shards: those whose state `live` is.
         kept: with the distributed optimizer, what of its state is current here.
+        experts: without it, the copy of another worker's experts that is kept here.
         extra: modules' extra state.
         succession: of new objects that are being built; None: of none.
     """
@@ -28,6 +29,7 @@ class Held:
         self._own = own
         self.shards: tuple[Shard, ...] = ()
         self.kept: Kept | None = None
+        self.experts: ExpertCopy | None = None
         self.extra = ExtraState()
         self.succession: Succession | None = None
 
@@ -35,6 +37,19 @@ class Held:
     def is_built(self) -> bool:
         """Whether there are training objects."""
         return hasattr(self, "live")
+
+    @property
+    def copy(self) -> PartCopy | None:
+        """What is kept here of another worker's state, either way."""
+        if self.experts is not None:
+            return self.experts.copy
+        return None if self.kept is None else self.kept.copy
+
+    @property
+    def copied(self) -> tuple[Shard, ...]:
+        """What that worker holds."""
+        kept = self.experts or self.kept
+        return () if kept is None else kept.copied
 
     @property
     def coordinate(self) -> Coordinate | None:

@@ -39,6 +39,12 @@ class Job:
     minutes: float | None
 
     @property
+    def copies_experts(self) -> bool:
+        """Whether experts that are held once are to have a copy with another worker, beside what parts of a distributed
+        optimizer have anyway."""
+        return self.config.resihp_expert_copies > 0 and self.own.expert_parallel > 1 and not self.shares_optimizer
+
+    @property
     def counts_masters(self) -> int:
         """How often Megatron counts each master in the norm of parameters, in the job's own layout: it sums parts of
         masters over all replicas, and each instance of the optimizer has all parts. 0: it takes the parameters, not

@@ -1,20 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses which worker keeps a copy of which part of a distributed optimizer. Pure; imports this package only.
+"""Chooses which worker keeps a copy of whose part of a distributed optimizer, and of whose experts. Pure; imports this
+package only.
 
 Each part exists once, on the replica that owns it. So the holders of a shard of the model form a ring, working holders
 first, and each holder also keeps its predecessor's part. A standby owns no part, and keeps one. Where replicas share
 experts, those with the same experts form a ring of their own. If there is one of each only, all form one: then an
 expert's copy is with a worker that doesn't have it. Where several instances of the optimizer have each expert once,
 neighbours in a ring are in different instances and own the same part: then there are no copies.
+
+Without a distributed optimizer every holder of a shard has all of its state. Only experts may be held once: where all
+replicas share them. Then the holders of a shard form a ring, too, and each keeps a copy of its predecessor's experts.
 """
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 
 from megatron_resihp.plan.parallel_plan import ParallelPlan
 from megatron_resihp.plan.replica import Coordinate
 
 Edge = tuple[int, int]
 """Owner of a part, and its buddy, the worker that keeps a copy of it or owns it, too."""
+NodeOf = Callable[[int], int]
+"""Tells a worker's node."""
 
 
 def rings_at(plan: ParallelPlan, coordinate: Coordinate) -> tuple[tuple[int, ...], ...]:
@@ -58,6 +65,36 @@ def copies_at(plan: ParallelPlan, coordinate: Coordinate) -> tuple[Edge, ...]:
         for index, owner in enumerate(ring)
         if owner in owners and len(ring) > 1
     )
+
+
+def expert_copies_at(plan: ParallelPlan, coordinate: Coordinate, node_of: NodeOf) -> tuple[Edge, ...]:
+    """Owners of the experts of one shard, and the workers that keep copies of these; empty unless each expert is held
+    once. As far as can be, a copy is on another node than its owner."""
+    workers = plan.grid.workers_at(coordinate)
+    if not 1 < len(workers) == plan.expert_parallel:
+        return ()
+    ring = far_apart(workers, node_of)
+    return tuple((owner, ring[(index + 1) % len(ring)]) for index, owner in enumerate(ring))
+
+
+def kept_expert_copies(plan: ParallelPlan, node_of: NodeOf) -> dict[int, int]:
+    """By each worker that keeps a copy of experts, their owner."""
+    if plan.expert_parallel == 1:  # also where stages differ
+        return {}
+    return {
+        keeper: owner for each in plan.grid.coordinates() for owner, keeper in expert_copies_at(plan, each, node_of)
+    }
+
+
+def far_apart[Member](members: Sequence[Member], node_of: Callable[[Member], int]) -> list[Member]:
+    """The members in a ring in which neighbours are on different nodes, unless a node has more than half of them.
+
+    Nodes take every second place, the one with most members first, and then the places between.
+    """
+    count = Counter(map(node_of, members))
+    by_node = sorted(members, key=lambda member: (-count[node_of(member)], node_of(member)))
+    places = [*range(0, len(members), 2), *range(1, len(members), 2)]
+    return [member for _, member in sorted(zip(places, by_node, strict=True), key=lambda pair: pair[0])]
 
 
 def in_turns(edges: Sequence[Edge]) -> list[Edge]:

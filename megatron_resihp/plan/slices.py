@@ -7,6 +7,7 @@ together (DESIGN section 2).
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from typing import Final, NamedTuple
 
 from megatron_resihp.plan.experts import dealt_experts
@@ -102,8 +103,7 @@ def slices_of(shards: Iterable[Shard], cuts: int, tied_head: int | None, shares:
     """
     found = set()
     for shard in shards:
-        numbers, of_experts = cuts_of_shard(shard, cuts), expert_cuts_of_shard(shard, cuts)
-        own = shares_of_shard(shard, shares) if shares > 1 else ()
+        numbers = cuts_of_shard(shard, cuts)
         for layer in range(shard.first, shard.end):
             tied = tied_head is not None and layer in (0, tied_head)
             found.add(Slice(layer, WHOLE))
@@ -111,7 +111,16 @@ def slices_of(shards: Iterable[Shard], cuts: int, tied_head: int | None, shares:
                 found |= {Slice(TIED, cut) for cut in numbers}
             if not tied or layer:  # the head may have more than the word embeddings
                 found |= {Slice(layer, cut) for cut in numbers}
-            found |= {Slice(layer, cut, share) for share in own for cut in (WHOLE, *of_experts)}
+        found |= expert_slices_of([shard], cuts, shares)
+    return frozenset(found)
+
+
+def expert_slices_of(shards: Iterable[Shard], cuts: int, shares: int) -> frozenset[Slice]:
+    """Those of them that are slices of experts; arguments as of `slices_of`."""
+    found: set[Slice] = set()
+    for shard in shards if shares > 1 else ():
+        numbers, own = (WHOLE, *expert_cuts_of_shard(shard, cuts)), shares_of_shard(shard, shares)
+        found |= {Slice(*place) for place in product(range(shard.first, shard.end), numbers, own)}
     return frozenset(found)
 
 

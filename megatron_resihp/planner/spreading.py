@@ -8,28 +8,29 @@ distributed optimizer (`plan.copies`). Where neighbours in the ring are on diffe
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from megatron_resihp.plan import Coordinate, ParallelPlan
-from megatron_resihp.plan.copies import copies_at
+from megatron_resihp.plan.copies import Edge, NodeOf, copies_at, expert_copies_at, far_apart
 
-NodeOf = Callable[[int], int]
-"""Tells a worker's node."""
 _Group = tuple[int, ...]
 """The tensor-parallel members of a stage, in order."""
 
 
-def fatal_nodes(plan: ParallelPlan, node_of: NodeOf, shared_optimizer: bool) -> frozenset[int]:
+def fatal_nodes(
+    plan: ParallelPlan, node_of: NodeOf, shared_optimizer: bool, expert_copies: bool = False
+) -> frozenset[int]:
     """The nodes each of which alone has some state that is nowhere else.
 
     Args:
         plan: with replicas of one shape.
         shared_optimizer: each replica has a part of the optimizer's state, and a copy of another replica's part.
+        expert_copies: see `last_holders`.
     """
     found = set[int]()
     for coordinate in plan.grid.coordinates():
-        for holders in last_holders(plan, coordinate, shared_optimizer):
+        for holders in last_holders(plan, coordinate, node_of, shared_optimizer, expert_copies):
             nodes = {node_of(worker) for worker in holders}
             if len(nodes) == 1:
                 found |= nodes
@@ -39,12 +40,22 @@ def fatal_nodes(plan: ParallelPlan, node_of: NodeOf, shared_optimizer: bool) -> 
     return frozenset(found)
 
 
-def last_holders(plan: ParallelPlan, coordinate: Coordinate, shared_optimizer: bool) -> list[tuple[int, ...]]:
+def last_holders(
+    plan: ParallelPlan, coordinate: Coordinate, node_of: NodeOf, shared_optimizer: bool, expert_copies: bool = False
+) -> list[tuple[int, ...]]:
     """All workers that have a shard, by the share of its experts that they have. Copies of a shared optimizer's parts
-    have experts, too, and may be with any of these workers."""
+    have experts, too, and may be with any of these workers.
+
+    Args:
+        expert_copies: experts that are held once have a copy with another worker, without a shared optimizer.
+    """
     if plan.expert_parallel == 1 or (shared_optimizer and copies_at(plan, coordinate)):
         return [plan.grid.holders_of(coordinate)]
-    return [plan.grid.workers_at(coordinate)[share :: plan.expert_parallel] for share in range(plan.expert_parallel)]
+    copies: tuple[Edge, ...] = ()
+    if expert_copies and not shared_optimizer:
+        copies = expert_copies_at(plan, coordinate, node_of)
+    owners = [plan.grid.workers_at(coordinate)[share :: plan.expert_parallel] for share in range(plan.expert_parallel)]
+    return [(*those, *(keeper for owner, keeper in copies if owner in those)) for those in owners]
 
 
 def spread(bases: Sequence[ParallelPlan], node_of: NodeOf, shared_optimizer: bool) -> ParallelPlan:
@@ -78,7 +89,7 @@ def _candidates(bases: Sequence[ParallelPlan], node_of: NodeOf) -> Iterator[Para
 
 def _counted_anew(plan: ParallelPlan, node_of: NodeOf) -> ParallelPlan:
     """Each stage keeps its groups; neighbours in the ring of replicas are on different nodes, as far as can be."""
-    return _with_stages(plan, [_ring(groups, node_of) for groups in _groups_by_stage(plan)])
+    return _with_stages(plan, [_in_a_ring(groups, node_of) for groups in _groups_by_stage(plan)])
 
 
 def _dealt_out(plan: ParallelPlan, node_of: NodeOf) -> ParallelPlan:
@@ -95,19 +106,12 @@ def _dealt_out(plan: ParallelPlan, node_of: NodeOf) -> ParallelPlan:
             node = max(left, key=lambda node: (bool(left[node]), taken[node] < most, len(left[node]), -node))
             groups.append(left[node].pop(0))
             taken[node] += 1
-        stages.append(_ring(groups, node_of))
+        stages.append(_in_a_ring(groups, node_of))
     return _with_stages(plan, stages)
 
 
-def _ring(groups: Sequence[_Group], node_of: NodeOf) -> list[_Group]:
-    """The groups in a ring in which neighbours are on different nodes, unless a node has more than half of them.
-
-    Nodes take every second place, the one with most groups first, and then the places between.
-    """
-    count = Counter(node_of(group[0]) for group in groups)
-    by_node = sorted(groups, key=lambda group: (-count[node_of(group[0])], node_of(group[0])))
-    places = [*range(0, len(groups), 2), *range(1, len(groups), 2)]
-    return [group for _, group in sorted(zip(places, by_node, strict=True))]
+def _in_a_ring(groups: Sequence[_Group], node_of: NodeOf) -> list[_Group]:
+    return far_apart(groups, lambda group: node_of(group[0]))
 
 
 def _groups_by_stage(plan: ParallelPlan) -> list[list[_Group]]:

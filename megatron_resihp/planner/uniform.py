@@ -109,6 +109,7 @@ class JobShape:
         spread_replicas: the user wants no shard on one node only.
         sharings: how many replicas may share each sequence and each layer's experts; the job's own numbers first.
         equal_rounds: those that share experts must have equally many micro-batches.
+        expert_copies: experts that are held once have a copy with another worker, if no optimizer is shared out.
     """
 
     tensor_parallel: int
@@ -120,6 +121,7 @@ class JobShape:
     spread_replicas: bool = False
     sharings: tuple[Sharing, ...] = (Sharing(),)
     equal_rounds: bool = False
+    expert_copies: bool = False
 
     def node_of(self, worker: int) -> int:
         """Where a worker lives."""

@@ -41,6 +41,7 @@ class JobDescription:
         even_experts: why replicas that share experts must have equal numbers of them; empty: they needn't.
         experts: of a layer that has any; 0: none has.
         expert_members: see `ParallelPlan`.
+        expert_copies: experts that are held once have a copy with another worker.
         micro_batch_group: micro-batches that go through one chunk of an interleaved pipeline before its stages turn to
             the next chunk; None: it isn't interleaved.
         pipeline_last: Megatron's default order of ranks, not --use-tp-pp-dp-mapping.
@@ -107,3 +108,4 @@ class JobDescription:
     expert_parallel: Degree = 1
     experts: Natural = 0
     expert_members: Natural = 0
+    expert_copies: bool = False

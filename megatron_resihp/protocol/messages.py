@@ -67,6 +67,7 @@ class Ready:
         ports: at which its gloo groups listen.
         bytes_received: of state, from other holders.
         steps_redone: iterations that it computes again.
+        keeps_copies: of experts, if its plan asks for any.
     """
 
     worker: Worker
@@ -75,6 +76,7 @@ class Ready:
     ports: tuple[Port, ...]
     bytes_received: Natural
     steps_redone: Natural
+    keeps_copies: bool = True
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ class EpochPlan:
         groups_of_change: number of the change for which all members have made this plan's groups ahead; None: not all.
         leaving: workers that were in the epoch before and leave the job in order.
         on_trial: whether another plan follows if the first step fails.
+        copied: of whose experts members keep a copy, current to that commit, as what their owners hold.
     """
 
     epoch: Epoch
@@ -35,6 +36,7 @@ class EpochPlan:
     groups_of_change: Natural | None = None
     leaving: tuple[Worker, ...] = ()
     on_trial: bool = False
+    copied: dict[Worker, Shards] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

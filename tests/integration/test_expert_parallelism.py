@@ -232,8 +232,9 @@ def test_a_checkpoint_of_a_smaller_degree(
 
 
 def check_gone_on_from(
-    lost: Job, jobs: Jobs, workers: int, layout: dict[str, Any], scripts: tuple[Path, Path] = (FUSED, NOTING)
-) -> None:
+    lost: Job, jobs: Jobs, workers: int, layout: dict[str, Any], tolerance: Tolerance = FP32,
+    scripts: tuple[Path, Path] = (FUSED, NOTING),
+) -> None:  # fmt: skip
     """What the survivors of a death in iteration 4 have saved is put together, and the job goes on from that.
     `scripts`: of the job, and of stock Megatron."""
     made = emergency(lost.run_dir)
@@ -243,7 +244,7 @@ def check_gone_on_from(
     again = jobs.run([*tiny(**layout), *flags(found[0])], workers=workers, script=scripts[0])
     assert again.code == 0, again.tails()
     stock = losses_of(forked_stock_steps(jobs, workers, scripts[1], **layout))
-    assert again.summary.loss == pytest.approx({n: stock[n] for n in range(4, 10)}, rel=FP32.loss)
+    assert again.summary.loss == pytest.approx({n: stock[n] for n in range(4, 10)}, rel=tolerance.loss)
 
 
 @pytest.mark.parametrize(

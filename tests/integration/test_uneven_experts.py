@@ -165,4 +165,4 @@ def test_what_survivors_saved_is_gone_on_from(
     lost = jobs.run(arguments, workers=workers, min_workers=workers, script=scripts[0])
     assert lost.code == exit_codes.NO_PLAN, lost.tails()
     assert degrees(lost) == [(4, 0), (3, 8)]
-    check_gone_on_from(lost, jobs, workers, layout, scripts)
+    check_gone_on_from(lost, jobs, workers, layout, scripts=scripts)

@@ -15,6 +15,7 @@ from megatron_resihp.planner.spreading import fatal_nodes, last_holders
 
 SPREAD = "--resihp-spread-replicas"
 OPTIMIZER = "--use-distributed-optimizer"
+COPIES = "--resihp-expert-copies"
 
 
 @dataclass(frozen=True)
@@ -67,15 +68,19 @@ def exposure(
 def _fatal(shape: JobShape, workers: int, pipeline_last: bool, apart: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Nodes other than the coordinator's, and workers."""
     plan = initial_plan(shape, workers, pipeline_last)
-    nodes = fatal_nodes(plan, shape.node_of, shape.distributed_optimizer) - (set() if apart else {0})
+    copies = shape.distributed_optimizer, shape.expert_copies
+    nodes = fatal_nodes(plan, shape.node_of, *copies) - (set() if apart else {0})
     # One of several holders of a shard has a copy elsewhere of its own part of the optimizer's state.
-    shared = shape.distributed_optimizer
-    holders = [those for each in plan.grid.coordinates() for those in last_holders(plan, each, shared)]
+    holders = [those for each in plan.grid.coordinates() for those in last_holders(plan, each, shape.node_of, *copies)]
     return tuple(sorted(nodes)), tuple(sorted(those[0] for those in holders if len(those) == 1))
 
 
 def _mend(shape: JobShape, workers: int, pipeline_last: bool, apart: bool) -> str | None:
     if shape.shares_experts:
+        with_copies = replace(shape, expert_copies=True)
+        fatal, left = (any(_fatal(each, workers, pipeline_last, apart)) for each in (shape, with_copies))
+        if fatal and not left:
+            return f"start it with {COPIES} 1"
         return "give it more workers, or fewer of them that share experts"
     if all(each.context > 1 for each in shape.sharings):
         return "give it more workers, or fewer of them that share sequences"

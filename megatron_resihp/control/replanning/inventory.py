@@ -8,13 +8,13 @@ in so many equal shares that each shard is made of whole ones.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, product
 from typing import Any, NamedTuple
 
 from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Shard
-from megatron_resihp.plan.copies import lost_parts
+from megatron_resihp.plan.copies import NodeOf, kept_expert_copies, lost_parts
 from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.plan.slices import (
     NO_EXPERT,
@@ -24,7 +24,7 @@ from megatron_resihp.plan.slices import (
     shares_of,
     shares_of_shard,
 )
-from megatron_resihp.plan.spelling import coordinate_at
+from megatron_resihp.plan.spelling import coordinate_at, spelled_out
 from megatron_resihp.planner import JobShape, NoPlanError, plan_uniform
 from megatron_resihp.planner.uniform import context_degrees, expert_degrees, sharings, uneven_sharings
 from megatron_resihp.protocol.job import JobDescription
@@ -56,6 +56,7 @@ class Survivors:
         arguments: Megatron's, of which the model is made; None: no worker has told them yet.
         slots: how many workers the job may have; see `plan.slots`.
         failed: the errors of plans whose first step failed, by `ParallelPlan.work_digest`.
+        copied: what the owners hold of whose experts a survivor keeps a copy.
     """
 
     shape: JobShape
@@ -67,6 +68,7 @@ class Survivors:
     arguments: dict[str, Any] | None
     slots: int
     failed: Mapping[str, str] = field(default_factory=dict)
+    copied: tuple[Shard, ...] = ()
 
     @property
     def known(self) -> KnownJob:
@@ -84,7 +86,7 @@ def shape_of(job: JobDescription, workers_per_node: int) -> JobShape:
     return JobShape(
         job.tensor_parallel, job.pipeline_parallel, job.micro_batches, workers_per_node, job.micro_batch_group,
         job.distributed_optimizer, job.spread_replicas, sharings_of(job) + uneven_sharings_of(job),
-        bool(job.equal_rounds),
+        bool(job.equal_rounds), job.expert_copies,
     )  # fmt: skip
 
 
@@ -114,7 +116,19 @@ def keeps_ratio(job: JobDescription) -> bool:
     return bool(job.experts) and not job.pipeline_last and job.pipeline_parallel > 1
 
 
-def lacking(held: Held, layers: int, in_parts: bool = False) -> tuple[Shard, ...]:
+def copied_experts(running: ParallelPlan, own: tuple[Chunk, ...], living: Container[int], node_of: NodeOf) -> Held:
+    """By living worker that keeps a copy of experts, what their owner holds.
+
+    Args:
+        running: the plan that was run last.
+        own: the job's own split into layers.
+    """
+    keepers = kept_expert_copies(running, node_of)
+    full = spelled_out(running, own) if keepers else running
+    return {keeper: full.shards_of(owner) for keeper, owner in sorted(keepers.items()) if keeper in living}
+
+
+def lacking(held: Held, layers: int, in_parts: bool = False, copied: Iterable[Shard] = ()) -> tuple[Shard, ...]:
     """The parts of a model of so many layers that no worker holds.
 
     Args:
@@ -122,12 +136,17 @@ def lacking(held: Held, layers: int, in_parts: bool = False) -> tuple[Shard, ...
         layers: of the model.
         in_parts: the state is in the parts of a distributed optimizer and their copies, and all of them are there.
             Parameters are what masters give when rounded, so parts have experts that no survivor has.
+        copied: what the owners hold of whose experts living workers keep a copy.
     """
+    copied = tuple(copied)
     if in_parts:
         held = {worker: without_experts(shards) for worker, shards in held.items()}
-    grain = _grain(held.values())
+    grain = _grain((*held.values(), copied))
     everything = _cells([Shard(0, layers, 0, 1)], grain)
-    return _as_shards(everything - _union(held, grain), grain)
+    there = _union(held, grain)
+    # Experts alone are of no use: the rest of a layer is in every share of it.
+    there |= {(layer, cut, of) for layer, cut, of in _expert_cells(copied, grain) if (layer, cut, NO_EXPERT) in there}
+    return _as_shards(everything - there, grain)
 
 
 def without_experts(shards: tuple[Shard, ...]) -> tuple[Shard, ...]:
@@ -173,8 +192,9 @@ def each_writes_all(writers: Held, held: Held) -> bool:
 
 
 def plan_for_survivors(
-    shape: JobShape, own: Sequence[Chunk], held: Held, previous: ParallelPlan, in_parts: bool = False
-) -> ParallelPlan:
+    shape: JobShape, own: Sequence[Chunk], held: Held, previous: ParallelPlan, in_parts: bool = False,
+    copied: tuple[Shard, ...] = (),
+) -> ParallelPlan:  # fmt: skip
     """Complete replicas of the job's own layout, out of survivors that hold its state in any layout.
 
     Where no worker holds a shard of that layout as it is, but survivors hold its parts between them, one is taken
@@ -185,12 +205,13 @@ def plan_for_survivors(
         held: of all survivors.
         previous: the plan that they come from.
         in_parts: the state is in the parts of a distributed optimizer and their copies, and all of them are there.
+        copied: as of `lacking`.
 
     Raises:
         NoPlanError: too few survivors for one replica, or state that no worker holds.
     """
     if shape.shares_experts:
-        return _of_sharers(shape, own, held, previous, in_parts)
+        return _of_sharers(shape, own, held, previous, lacking(held, own[-1].end, in_parts, copied))
     places = {shards: coordinate_at(own, shards, shape.tensor_parallel) for shards in set(held.values())}
     exact = {worker: places[shards] for worker, shards in held.items()}
     taken = _stand_ins(shape, own, held, exact)
@@ -207,13 +228,12 @@ def plan_for_survivors(
 
 
 def _of_sharers(
-    shape: JobShape, own: Sequence[Chunk], held: Held, previous: ParallelPlan, in_parts: bool
+    shape: JobShape, own: Sequence[Chunk], held: Held, previous: ParallelPlan, lost: tuple[Shard, ...]
 ) -> ParallelPlan:
     """The same of survivors that hold shares of experts and all the rest of a shard. What is a share of the experts
-    only is of no use to a standby."""
+    only is of no use to a standby. `lost`: what no survivor has."""
     exact = {each: coordinate_at(own, without_experts(held[each]), shape.tensor_parallel) for each in held}
     plan = plan_uniform(shape, exact, previous)
-    lost = lacking(held, own[-1].end, in_parts)
     if lost:
         first = lost[0]
         which = f"share {first.expert_rank} of {first.expert_degree} of the experts of layer {first.first}"
@@ -258,14 +278,20 @@ def _grain(held: Iterable[tuple[Shard, ...]]) -> Grain:
     return Grain(cuts_of(shards), shares_of(shards))
 
 
-def _cells(shards: Iterable[Shard], grain: Grain) -> set[Cell]:
+def _cells(shards: Sequence[Shard], grain: Grain) -> set[Cell]:
     found: set[Cell] = set()
     for shard in shards:
         layers = range(shard.first, shard.end)
         found |= set(product(layers, cuts_of_shard(shard, grain.members), (NO_EXPERT,)))
-        if grain.experts > 1:
-            own = shares_of_shard(shard, grain.experts)
-            found |= set(product(layers, expert_cuts_of_shard(shard, grain.members), own))
+    return found | _expert_cells(shards, grain)
+
+
+def _expert_cells(shards: Iterable[Shard], grain: Grain) -> set[Cell]:
+    """Those of their experts only."""
+    found: set[Cell] = set()
+    for shard in shards if grain.experts > 1 else ():
+        own = shares_of_shard(shard, grain.experts)
+        found |= set(product(range(shard.first, shard.end), expert_cuts_of_shard(shard, grain.members), own))
     return found
 
 

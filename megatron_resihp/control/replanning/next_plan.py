@@ -99,7 +99,7 @@ def _uniform(survivors: Survivors, shape: JobShape) -> ParallelPlan:
     held = {slot: survivors.held[worker] for slot, worker in names.items()}
     # A worker that died and came back with another id has its old slot here, too.
     previous = renamed(survivors.previous, lambda worker: slot_of(worker, survivors.slots))
-    plan = plan_for_survivors(shape, survivors.own, held, previous, survivors.in_parts)
+    plan = plan_for_survivors(shape, survivors.own, held, previous, survivors.in_parts, survivors.copied)
     return renamed(plan, names.__getitem__)
 
 
@@ -155,7 +155,7 @@ class StrategicPlan:
         own, held, running = survivors.own, survivors.held, survivors.running
         if running is None or not _holds(running, survivors):
             raise _Unusable("survivors don't hold what the last plan gave them")
-        lost = lacking(held, own[-1].end, survivors.in_parts)
+        lost = lacking(held, own[-1].end, survivors.in_parts, survivors.copied)
         if lost:
             raise _Unusable(f"the state of layer {lost[0].first} is held by nobody")
         heard = self._ask(strategy, survivors, running, _patience_s(survivors))

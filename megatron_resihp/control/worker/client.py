@@ -169,7 +169,10 @@ class WorkerControl:
         if silent:
             raise UnreachableError(f"rendezvous: worker {silent[0]} can't be reached")
 
-    def ready(self, digests: dict[str, str], bytes_received: int, steps_redone: int, ports: list[int]) -> None:
+    def ready(
+        self, digests: dict[str, str], bytes_received: int, steps_redone: int, ports: list[int],
+        keeps_copies: bool = True,
+    ) -> None:  # fmt: skip
         """Report that this worker is ready for the epoch and wait until all are; then `peer_ports` is known.
 
         Args:
@@ -178,11 +181,12 @@ class WorkerControl:
             bytes_received: of state, from other holders.
             steps_redone: iterations that are computed again.
             ports: at which this worker's gloo groups listen.
+            keeps_copies: of experts, if the plan asks for any.
 
         Raises:
             EpochBroken, JobEnded: a worker died or state differed meanwhile.
         """
-        self.tell(Ready(self.worker, self.epoch, digests, tuple(ports), bytes_received, steps_redone))
+        self.tell(Ready(self.worker, self.epoch, digests, tuple(ports), bytes_received, steps_redone, keeps_copies))
         self.peer_ports = set(GO.read(self._await_go()).body.ports)
         self.channel.heard_of_all()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_resihp.control.coordination.exposure import exposure, in_words
 from megatron_resihp.control.job_size import JobSize
-from megatron_resihp.control.replanning.inventory import Survivors, require_all_parts, shape_of
+from megatron_resihp.control.replanning.inventory import Survivors, copied_experts, require_all_parts, shape_of
 from megatron_resihp.control.replanning.next_plan import uniform_or_less
 from megatron_resihp.cost.crossing import Crossing, crossing
 from megatron_resihp.cost.layers import Model
@@ -110,7 +110,9 @@ def outlook(job: JobDescription, size: JobSize, arguments: Mapping[str, Any], fe
         try:
             if job.distributed_optimizer:
                 require_all_parts(plan, held)
-            survivors = Survivors(shape, job.chunks, held, plan, plan, job, dict(arguments), size.slots)
+            by_keeper = copied_experts(plan, job.chunks, held, shape.node_of) if job.expert_copies else {}
+            copied = tuple(shard for shards in by_keeper.values() for shard in shards)
+            survivors = Survivors(shape, job.chunks, held, plan, plan, job, dict(arguments), size.slots, copied=copied)
             following[name] = spelled_out(uniform_or_less(survivors)[0], job.chunks)
         except NoPlanError as error:
             without[name] = str(error)

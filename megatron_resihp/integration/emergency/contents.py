@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,10 @@ PARAM: Final = "param"
 """What of a parameter a file may have besides its optimizer's state: the parameter,"""
 MASTER: Final = "master"
 """and its 32-bit copy."""
+
+
+EXPERT_IN_KEY: Final = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+"""Where Megatron saves each expert by itself, with its number in the key."""
 
 
 class View(NamedTuple):
@@ -66,6 +71,19 @@ class Place(NamedTuple):
         return product(*(range(start // unit, (start + size) // unit)
                          for start, size, unit in zip(self.offset, sizes, fine, strict=True)))  # fmt: skip
 
+    def of_expert(self, number: int) -> Place:
+        """The same in another expert of the layer. Experts are the last axis before those of the parameter.
+
+        Source: megatron-core 0.19.2, `SequentialMLP.sharded_state_dict` and `TEGroupedMLP.sharded_state_dict`.
+
+        Args:
+            number: of the expert among all of its layer.
+        """
+        if EXPERT_IN_KEY.search(self.key):
+            return self._replace(key=EXPERT_IN_KEY.sub(str(number), self.key))
+        axis = self.prepended - 1
+        return self._replace(offset=(*self.offset[:axis], number, *self.offset[axis + 1 :]))
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -100,6 +118,7 @@ class Contents:
         iteration: after which this is the state.
         layers: of the whole model, embedding and head included.
         held: the shards that it is of.
+        copied: what another worker holds, of whose experts it has a copy, too.
         parameters: by name, as `CHUNK/NAME`.
         why_not: why it can't be joined with others; empty: it can.
     """
@@ -113,6 +132,7 @@ class Contents:
     held: tuple[Shard, ...]
     parameters: dict[str, Parameter]
     why_not: str = ""
+    copied: tuple[Shard, ...] = ()
 
     @property
     def has_optimizer(self) -> bool:
@@ -160,7 +180,8 @@ def gaps_in(files: Sequence[Contents]) -> tuple[str, ...]:
     found = [f"what worker {each.worker} holds ({each.why_not})" for each in files if each.why_not]
     held = {each.worker: each.held for each in usable}
     layers = max((each.layers for each in usable), default=0)
-    found += [words_of(shard) for shard in lacking(held, layers)] if held else []
+    copied = [shard for each in usable for shard in each.copied]
+    found += [words_of(shard) for shard in lacking(held, layers, copied=copied)] if held else []
     return tuple(found) or tuple(_gaps_in_parameters(usable)) or tuple(_gaps_in_tensors(usable))
 
 

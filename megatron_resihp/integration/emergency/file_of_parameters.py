@@ -7,7 +7,7 @@ can be told without reading them. May import megatron and this package.
 
 import copy
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +15,21 @@ import torch
 
 from megatron_resihp.coding import encode
 from megatron_resihp.integration.emergency.contents import MASTER, PARAM, Contents, Parameter, Place, Range
-from megatron_resihp.integration.emergency.places import Placed, placed
+from megatron_resihp.integration.emergency.places import Placed, objects_of_experts, placed
 from megatron_resihp.integration.modes.emergency_format import whole_metadata
 from megatron_resihp.integration.runtime import Runtime
-from megatron_resihp.integration.state.parameter_slices import pieces_of
+from megatron_resihp.integration.state.parameter_slices import number_of_expert, pieces_of
 from megatron_resihp.integration.state.reshardable import RESHARDABLE
 from megatron_resihp.integration.state.shard import states_of
 from megatron_resihp.integration.step import optimizer_shards
+from megatron_resihp.integration.step.copied_experts import siblings
 from megatron_resihp.integration.step.optimizer_buddies import steps_of
 from megatron_resihp.integration.step.optimizer_copy import Kept
-from megatron_resihp.integration.step.optimizer_shards import named_parameters, own_part
+from megatron_resihp.integration.step.optimizer_shards import STATE, named_parameters, own_part, shaped
 from megatron_resihp.integration.trained import Trained, parts_of, takes_matrices
 from megatron_resihp.plan import Shard
 from megatron_resihp.plan.slices import cuts_of, shares_of, slices_of
 from megatron_resihp.protocol.published import EmergencyCheckpointOrder
-
-STATE = "state/"
-"""Before the names of an optimizer's state, where a parameter's own tensors are beside it."""
 
 Replace = Callable[[Path, Callable[[Path], Any]], None]
 Kinds = dict[str, torch.Tensor]
@@ -54,17 +52,19 @@ def write_parameters(runtime: Runtime, order: EmergencyCheckpointOrder, path: Pa
     where, why_not = _places(runtime)
     named = named_parameters(held.live)
     found = _whole(runtime, shards, named) if kept is None else _parts(held.live, kept, where, named)
-    parameters = {}
-    for name, ranges in found.items():
-        parameters[name] = _described(named[name], where.parameters.get(id(named[name]), ()), ranges)
+    known = _known(list(found), named, where)
+    parameters = {name: _described(*known[name], ranges) for name, ranges in found.items()}
     for name, (places, tensor) in where.others.items():
         found[name] = {(0, tensor.numel()): {PARAM: _copied(tensor)}}
         parameters[name] = _described(tensor, places, found[name])
     contents = Contents(
         runtime.worker, runtime.job.run, order.epoch, iteration, runtime.job.args.consumed_train_samples,
         runtime.job.own.chunks[-1].end, shards if kept is None else held.shards, parameters, why_not,
+        held.copied,
     )  # fmt: skip
-    saved = {"tensors": found, "objects": where.objects, "metadata": where.metadata,
+    others = sorted({number for name in found.keys() - named.keys() if (number := number_of_expert(name)) is not None})
+    objects = [*where.objects, *objects_of_experts(where.objects, others)]
+    saved = {"tensors": found, "objects": objects, "metadata": where.metadata,
              "common": _common(runtime, iteration, where.optimizer)}  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     replace(path, lambda aside: torch.save(saved, aside))
@@ -84,6 +84,21 @@ def _places(runtime: Runtime) -> tuple[Placed, str]:
         return Placed({}, {}, [], {}, {}), f"{type(error).__name__}: {error}"
 
 
+def _known(
+    names: Sequence[str], named: Mapping[str, torch.nn.Parameter], where: Placed
+) -> dict[str, tuple[torch.nn.Parameter, tuple[Place, ...]]]:
+    """By name a parameter of the same shape and type, and the places of what is meant: an expert's that only a copy is
+    here of, too."""
+    others = siblings(named, [name for name in names if name not in named])
+    known = {}
+    for name in names:
+        own = named[others.get(name, name)]
+        places = where.parameters.get(id(own), ())
+        number = number_of_expert(name) if name in others else None
+        known[name] = own, places if number is None else tuple(place.of_expert(number) for place in places)
+    return known
+
+
 def _whole(runtime: Runtime, shards: tuple[Shard, ...], named: Mapping[str, torch.nn.Parameter]) -> Found:
     """All state of the parameters that have something in these shards."""
     held, tied_head = runtime.held, runtime.job.own.tied_head
@@ -93,23 +108,34 @@ def _whole(runtime: Runtime, shards: tuple[Shard, ...], named: Mapping[str, torc
     written = {id(piece.parameter) for piece in pieces_of(held.live.model, held.shards, *layout)
                if piece.slice in wanted}  # fmt: skip
     states = states_of(held.live)
-    return {
-        name: {(0, each.numel()): {kind.removeprefix(STATE): _copied(tensor)
-                                   for kind, tensor in states[id(each)].items() if tensor.shape == each.shape}}
-        for name, each in named.items() if id(each) in written and id(each) in states
-    }  # fmt: skip
+    found = {name: _kinds(states[id(each)], each) for name, each in named.items()
+             if id(each) in written and id(each) in states}  # fmt: skip
+    if held.experts is not None:
+        part = held.experts.copy.part
+        like = siblings(named, [where.name for where in part])
+        found |= {where.name: _kinds(shaped(named[like[where.name]], entry.tensors), named[like[where.name]])
+                  for where, entry in part.items() if where.name in like}  # fmt: skip
+    return found
+
+
+def _kinds(state: Mapping[str, torch.Tensor], parameter: torch.Tensor) -> dict[Range, Kinds]:
+    """All of a whole parameter's state."""
+    kinds = {kind.removeprefix(STATE): _copied(tensor) for kind, tensor in state.items()
+             if tensor.shape == parameter.shape}  # fmt: skip
+    return {(0, parameter.numel()): kinds}
 
 
 def _parts(trained: Trained, kept: Kept, where: Placed, named: Mapping[str, torch.nn.Parameter]) -> Found:
     """What this worker has of a distributed optimizer, its own part and the copy. Parameters are masters, rounded.
 
     Those of which it has nothing are named, too: somebody else must have them. A copy may have experts that this
-    worker has not, so it can't tell their places. Those are left out, and missing if nobody else has them.
+    worker has not.
     """
     part = {**(own_part(trained) if kept.owns else {}), **(kept.copy.part if kept.copy is not None else {})}
     found: Found = {name: {} for name, each in named.items() if id(each) in where.parameters}
+    others = siblings(named, [at.name for at in part])
     for at, entry in part.items():
-        if at.name not in named:
+        if at.name not in named and at.name not in others:
             continue
         kinds = {MASTER if kind == optimizer_shards.MASTER else kind: _copied(tensor)
                  for kind, tensor in entry.tensors.items() if tensor.dim()}  # fmt: skip

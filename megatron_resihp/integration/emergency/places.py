@@ -5,9 +5,10 @@ Parameters are told by places, so that whatever is shaped like one (its master, 
 together from several workers' files without a model.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -17,12 +18,15 @@ from megatron.core.utils import unwrap_model
 from megatron.training import checkpointing
 
 from megatron_resihp.integration.emergency.alone import as_holder_of, world_of_one
-from megatron_resihp.integration.emergency.contents import Place, View
+from megatron_resihp.integration.emergency.contents import EXPERT_IN_KEY, Place, View
 from megatron_resihp.integration.state.fragments import fragments_of
 from megatron_resihp.integration.state.reshardable import RESHARDABLE, TYPE, add_common
 from megatron_resihp.integration.trained import Trained
 from megatron_resihp.integration.world.heterogeneous_groups import MegatronGroups
 from megatron_resihp.plan import Shard
+
+EXPERTS: Final = ".experts."
+"""In the keys of what belongs to an expert."""
 
 
 @dataclass
@@ -102,6 +106,31 @@ def _sorted_out(
             else:
                 found.others[f"{base.key}@{list(places[0].offset)}"] = places, base.data
     return found
+
+
+def objects_of_experts(objects: Iterable[ShardedObject], numbers: Sequence[int]) -> list[ShardedObject]:
+    """What other experts have that is no tensor. Those of a layer have the same: settings of their modules.
+
+    Args:
+        objects: of this worker's, of experts and of anything else.
+        numbers: of the other experts, among all of their layer.
+    """
+    of_one: dict[tuple[Any, ...], ShardedObject] = {}
+    for each in objects:
+        if EXPERTS not in each.key:
+            continue
+        single = EXPERT_IN_KEY.search(each.key) is not None
+        at = each.global_offset if single else each.global_offset[:-1]
+        of_one.setdefault((EXPERT_IN_KEY.sub("", each.key), at), each)
+    return [_of_expert(each, number) for each in of_one.values() for number in numbers]
+
+
+def _of_expert(found: ShardedObject, number: int) -> ShardedObject:
+    """The same of another expert; as of `Place.of_expert`. Objects have no axes of their own."""
+    data = copy.deepcopy(found.data)
+    if EXPERT_IN_KEY.search(found.key):
+        return replace(found, key=EXPERT_IN_KEY.sub(str(number), found.key), data=data)
+    return replace(found, global_offset=(*found.global_offset[:-1], number), data=data)
 
 
 def places_of(base: ShardedTensor | ShardedTensorFactory) -> Iterator[Place]:

@@ -121,12 +121,12 @@ def _first_epoch(runtime: Runtime) -> None:
     # From Go on a death is recovered from, also before train() begins its first step.
     runtime.job.args.curr_iteration = runtime.job.args.iteration
     runtime.progress.begin(runtime.job.args.iteration + 1, snapshot_counters(runtime))
-    runtime.held.kept = runtime.mode.state.first_copies()
-    held = runtime.held
+    held, copies = runtime.held, runtime.mode.state.first_copies()
+    held.kept, held.experts = copies.kept, copies.experts
     held.extra.current = held.extra.collect(held.live.model, held.shards, after_forward=False)
     digests = runtime.mode.state.digests(held.live) | extra_digests(held.extra.current)
     connections = runtime.communicators.connections
-    runtime.control.ready(digests, 0, 0, connections.ports())
+    runtime.control.ready(digests, 0, 0, connections.ports(), copies.keeps_copies)
     connections.narrow(runtime.control.peer_ports)
 
 

@@ -26,6 +26,7 @@ from megatron_resihp.integration.loop.joining import stand_at
 from megatron_resihp.integration.loop.making_room import make_room
 from megatron_resihp.integration.loop.notes import Phases
 from megatron_resihp.integration.loop.overlap import leave_overlap
+from megatron_resihp.integration.modes.mode import Migrated
 from megatron_resihp.integration.patches.counting import count_again, note_in_progress_log, restore_counters
 from megatron_resihp.integration.probes.fault_injection import StagedError
 from megatron_resihp.integration.progress import ContractBroken
@@ -40,7 +41,6 @@ from megatron_resihp.integration.state.footprint import (
 )
 from megatron_resihp.integration.state.host_state import return_to_device
 from megatron_resihp.integration.step.extra_states import move_extra_state
-from megatron_resihp.integration.step.optimizer_copy import Kept
 from megatron_resihp.integration.step.step import install_step, take_step
 from megatron_resihp.integration.trained import Trained
 from megatron_resihp.integration.world.world import build_world, reset_singletons, tear_down
@@ -243,14 +243,16 @@ def _enter(runtime: Runtime, phases: Phases, order: EpochPlan, redone: int) -> N
         with phases.phase("ready"):
             runtime.reach("recovery-ready")
             connections = runtime.communicators.connections
-            runtime.control.ready(migrated.digests | extra_digests, migrated.received, redone, connections.ports())
+            runtime.control.ready(
+                migrated.digests | extra_digests, migrated.received, redone, connections.ports(), migrated.keeps_copies
+            )
             connections.narrow(runtime.control.peer_ports)
     except Exception:
         if runtime.held.succession is not None:
             runtime.held.succession.give_up()
         raise
     with phases.phase("data"):
-        _adopt(runtime, order, trained, migrated.kept)
+        _adopt(runtime, order, trained, migrated)
 
 
 def apply_commit(runtime: Runtime, commit: Commit) -> int:
@@ -287,13 +289,14 @@ def _rebuild(runtime: Runtime, order: EpochPlan) -> Trained:
     return trained
 
 
-def _adopt(runtime: Runtime, order: EpochPlan, trained: Trained, kept: Kept | None) -> None:
+def _adopt(runtime: Runtime, order: EpochPlan, trained: Trained, migrated: Migrated) -> None:
     """All members are ready: the new objects take the old ones' place, also in pretrain's own references."""
     live, commit = runtime.held.live, order.commit
     assert commit is not None
     runtime.probes.abandon()
     runtime.pads.begin_epoch()
-    runtime.held.kept, runtime.held.succession = kept, None
+    runtime.held.kept, runtime.held.experts = migrated.kept, migrated.experts
+    runtime.held.succession = None
     runtime.held.extra.adopt()
     host_memory_of(torch.device("cuda")).give_back()
     if trained is not live:

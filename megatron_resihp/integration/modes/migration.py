@@ -11,6 +11,7 @@ from megatron_resihp.executor.transfer import plan_transfers, receive_tensors, s
 from megatron_resihp.integration.progress import ContractBroken
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.digests import shard_digest
+from megatron_resihp.integration.state.parameter_slices import Beside
 from megatron_resihp.integration.state.shard import (
     fill_shard,
     group_steps,
@@ -25,6 +26,7 @@ from megatron_resihp.integration.state.slice_state import (
     WholeState,
     move_state,
 )
+from megatron_resihp.integration.step.copied_experts import beside
 from megatron_resihp.integration.trained import Trained
 from megatron_resihp.plan import Coordinate, ParallelPlan
 from megatron_resihp.plan.slices import all_shards, cuts_of, shares_of
@@ -81,12 +83,16 @@ def migrate_slices(
     """
     own, worker, old = runtime.job.own, runtime.worker, runtime.held.live
     wanted = all_shards(spelled_out(order.plan, own.chunks))
-    everything = [shard for table in (order.held, wanted) for shards in table.values() for shard in shards]
+    tables = order.held, order.copied, wanted
+    everything = [shard for table in tables for shards in table.values() for shard in shards]
     layout = cuts_of(everything), own.tied_head, shares_of(everything)
-    before = Holding(old, order.held[worker], *layout, whole or WholeState(states_of(old), group_steps(old)))
+    before = Holding(
+        old, order.held[worker], *layout, whole or WholeState(states_of(old), group_steps(old)),
+        _copy_here(runtime, order, *layout),
+    )  # fmt: skip
     after = None if trained is old else Holding(trained, wanted[worker], *layout)
     received = move_state(
-        runtime.mode.everybody, worker, before, after, Redistribution(order.held, wanted, *layout),
+        runtime.mode.everybody, worker, before, after, Redistribution(order.held, wanted, *layout, order.copied),
         lambda: runtime.reach("recovery-migrate"), filler,
     )  # fmt: skip
     if after is None:
@@ -94,6 +100,16 @@ def migrate_slices(
     if filler is not None:
         after.whole = filler.whole
     return received, with_those_after(before.digests(), after.digests())
+
+
+def _copy_here(runtime: Runtime, order: EpochPlan, cuts: int, tied_head: int | None, shares: int) -> Beside | None:
+    """The copy of experts that this worker is thought to have. Raises RuntimeError if it hasn't."""
+    if runtime.worker not in order.copied:
+        return None
+    held = runtime.held
+    if held.experts is None:
+        raise RuntimeError("this worker has no copy of experts, and is thought to have one")
+    return beside(held.live, order.held[runtime.worker], held.experts, cuts, tied_head, shares)
 
 
 def digests_by_slice(

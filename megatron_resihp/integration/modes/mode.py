@@ -16,7 +16,7 @@ from megatron_resihp.executor.gloo.groups_ahead import WorldGroup
 from megatron_resihp.executor.groups.side_group import SideGroup
 from megatron_resihp.integration.state.taking_over import unchanged
 from megatron_resihp.integration.step.loss_scale import Averaging
-from megatron_resihp.integration.step.optimizer_copy import Kept
+from megatron_resihp.integration.step.optimizer_copy import ExpertCopy, Kept
 from megatron_resihp.integration.trained import Trained
 from megatron_resihp.integration.world.view import View
 from megatron_resihp.plan import Shard
@@ -38,11 +38,15 @@ class Migrated(NamedTuple):
         received: bytes from others.
         digests: of its state before and after.
         kept: what of a distributed optimizer is then current here; None: no parts of it are.
+        experts: the copy of another worker's experts that is kept here; None: none is.
+        keeps_copies: whether those copies are kept that the plan asks for.
     """
 
     received: int
     digests: dict[str, str]
     kept: Kept | None = None
+    experts: ExpertCopy | None = None
+    keeps_copies: bool = True
 
 
 class Counts(ABC):
@@ -175,9 +179,9 @@ class ModeState(ABC):
             RuntimeError: some state is nowhere any more.
         """
 
-    def first_copies(self) -> Kept | None:
-        """What of a distributed optimizer is current here as the job begins; all members call it."""
-        return None
+    def first_copies(self) -> Migrated:
+        """What is current here as the job begins besides the training objects; all members call it."""
+        return Migrated(0, {})
 
     @abstractmethod
     def digests(self, trained: Trained) -> dict[str, str]:

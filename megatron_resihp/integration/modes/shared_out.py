@@ -117,9 +117,9 @@ class SharedOutState(UniformState):
         kept = share_out(runtime, trained, filler.whole, self._copied.get(runtime.worker))
         return Migrated(moved, digests | self._digests(trained, kept), kept)
 
-    def first_copies(self) -> Kept | None:
-        _, kept = move_parts(self._runtime, self._runtime.held.live, self._copied)
-        return kept
+    def first_copies(self) -> Migrated:
+        received, kept = move_parts(self._runtime, self._runtime.held.live, self._copied)
+        return Migrated(received, {}, kept)
 
     @property
     def _copied(self) -> dict[int, int]:

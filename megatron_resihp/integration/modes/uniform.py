@@ -37,7 +37,15 @@ from megatron_resihp.integration.state.digests import shard_digest
 from megatron_resihp.integration.state.reshardable import RESHARDABLE, TYPE
 from megatron_resihp.integration.state.slice_state import zeros_in
 from megatron_resihp.integration.step.buddies import broadcast_gradients, join_buddies
+from megatron_resihp.integration.step.expert_ring import (
+    copy_digests,
+    fresh_copies,
+    join_expert_ring,
+    keepers_under,
+    share_expert_gradients,
+)
 from megatron_resihp.integration.step.loss_scale import Averaging, scaled_losses
+from megatron_resihp.integration.step.optimizer_buddies import Ring
 from megatron_resihp.integration.trained import Trained, parts_of
 from megatron_resihp.integration.world.group_needs import groups_wanted, of_gloo, world_group
 from megatron_resihp.integration.world.streams import start_streams
@@ -57,6 +65,7 @@ class UniformMode(Mode):
     """A plan that Megatron's own groups can run."""
 
     view: UniformView
+    state: "UniformState"
 
     def __init__(self, runtime: Runtime, view: UniformView, make_group: MakeSideGroup) -> None:
         self.view = view
@@ -80,10 +89,12 @@ class UniformMode(Mode):
         self._buddies = None
         if coordinate is not None:
             self._buddies = join_buddies(self.view.plan, coordinate, self.view.worker, make_group)
+        if coordinate is not None and keepers_under(self._runtime, self.view.plan):
+            self.state.ring = join_expert_ring(self.view.plan, coordinate, self.view.worker, make_group)
 
     def close(self) -> None:
         super().close()
-        self._buddies = None
+        self._buddies = self.state.ring = None
 
     def wanted_groups(self) -> list[WorldGroup]:
         order, args = self.view.rank_order, self._runtime.job.args
@@ -141,6 +152,9 @@ class UniformMode(Mode):
     def share_gradients(self) -> None:
         if self._buddies is not None:
             broadcast_gradients(self._runtime.held.live, self._buddies)
+        held, ring = self._runtime.held, self.state.ring
+        if held.experts is not None and ring is not None:
+            share_expert_gradients(held.live, held.experts, ring, self.view.worker)
 
     def counts_part(self, part: Any) -> bool:
         """Whether this worker's gradients of one of its optimizers enter the norm: exactly one holder's of each do."""
@@ -230,10 +244,14 @@ class UniformState(ModeState):
     """Whole shards of the job's own layout, as Megatron builds and saves them.
 
     Where fewer replicas share experts than in the job's own layout, it saves what can be loaded under any degree.
+
+    Attributes:
+        ring: in which gradients of experts pass that are held once; None: this worker's aren't.
     """
 
     def __init__(self, runtime: Runtime, view: UniformView) -> None:
         self._runtime, self._view = runtime, view
+        self.ring: Ring | None = None
         self._has_own_experts = view.plan.expert_parallel == runtime.job.own.expert_parallel
         # Megatron's default format has the optimizer's buffers, which hold other experts under other degrees.
         resharded = runtime.job.shares_optimizer and not self._has_own_experts
@@ -244,13 +262,21 @@ class UniformState(ModeState):
 
     def migrate(self, order: EpochPlan, trained: Trained) -> Migrated:
         held = own_shards(self._runtime, order) if order.plan.expert_parallel == 1 else None
-        if held is None:
-            return Migrated(*migrate_slices(self._runtime, order, trained))
-        return Migrated(*migrate_shards(self._runtime, order, trained, held))
+        if held is not None:
+            return Migrated(*migrate_shards(self._runtime, order, trained, held))
+        moved, digests = migrate_slices(self._runtime, order, trained)
+        fresh = fresh_copies(self._runtime, trained, self.ring)
+        digests |= copy_digests(self._runtime, trained, fresh.experts)
+        return Migrated(moved + fresh.received, digests, None, fresh.experts, fresh.kept)
+
+    def first_copies(self) -> Migrated:
+        fresh = fresh_copies(self._runtime, self._runtime.held.live, self.ring)
+        return Migrated(fresh.received, {}, None, fresh.experts, fresh.kept)
 
     def digests(self, trained: Trained) -> dict[str, str]:
         if self._view.plan.expert_parallel > 1:
-            return digests_by_slice(self._runtime, self._view.plan, trained)
+            found = digests_by_slice(self._runtime, self._view.plan, trained)
+            return found | copy_digests(self._runtime, trained, self._runtime.held.experts)
         return shard_digest(trained, self._view.plan.coordinate_of(self._view.worker))
 
     @contextmanager

@@ -180,6 +180,7 @@ def describe_job(job: Job) -> JobDescription:
         expert_parallel=own.expert_parallel,
         expert_members=own.expert_members,
         experts=args.num_experts or 0,
+        expert_copies=job.copies_experts,
         chunks=own.chunks,
         micro_batch_group=own.micro_batch_group,
         tied=own.tied_head is not None,

@@ -8,10 +8,10 @@ projections of unlike lengths in one weight (`sections_of`), and a slice has a p
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -35,6 +35,8 @@ SECOND_OF_EXPERT: Final = re.compile(_LAYER_OF_EXPERT.format(2, "weight"))
 
 EXPERT: Final = re.compile(r"(\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(?:(?<=\.)(\d+)|(\d+)$)")
 """The number of an expert among this worker's own, in either kind of layer."""
+States = Mapping[int, Mapping[str, torch.Tensor]]
+"""What `shard.states_of` gives."""
 OFFSETS: Final = "core_attention.softmax_offset"
 """Learnt offsets of attention, one for each head. Megatron cuts them with the heads, and doesn't mark them as cut."""
 
@@ -75,6 +77,20 @@ class Piece:
         # As `unflatten`, which takes three times as long; a recovery does this thousands of times.
         parts = section.view(*before, self.stride, self.count, length, *after)
         return parts.select(self.dim + 1, self.index)
+
+
+class Beside(NamedTuple):
+    """A copy of experts that no module here has.
+
+    Attributes:
+        shards: what their owner holds.
+        pieces: of tensors that stand for their parameters.
+        states: of these, as `states_of` gives them.
+    """
+
+    shards: Sequence[Shard]
+    pieces: Sequence[Piece]
+    states: States
 
 
 def pieces_of(
@@ -163,13 +179,25 @@ def expert_of(inner: str, shard: Shard, config: Any, shares: int) -> tuple[int, 
         config: Megatron's, of the model.
         shares: of the experts.
     """
-    found = EXPERT.search(inner)
-    if found is None:
+    own = number_of_expert(inner)
+    if own is None:
         return NO_EXPERT, inner
     part = experts_of(shard)
-    number = dealt_experts(config.num_moe_experts, part.degree)[part.rank].start + int(found[2] or found[3])
-    before, after = inner[: found.end(1)], inner[found.end() :]
-    return number * shares // config.num_moe_experts, f"{before}{number}{after}"
+    number = dealt_experts(config.num_moe_experts, part.degree)[part.rank].start + own
+    return number * shares // config.num_moe_experts, renumbered(inner, number)
+
+
+def number_of_expert(name: str) -> int | None:
+    """An expert's number in a parameter's name; None: it is no expert's."""
+    found = EXPERT.search(name)
+    return None if found is None else int(found[2] or found[3])
+
+
+def renumbered(name: str, number: int) -> str:
+    """The same parameter's name in another expert of the layer."""
+    found = EXPERT.search(name)
+    assert found is not None, f"{name} is no expert's"
+    return f"{name[: found.end(1)]}{number}{name[found.end() :]}"
 
 
 def lasting_names(chunk: Any) -> Iterator[tuple[str, Any]]:
@@ -179,7 +207,7 @@ def lasting_names(chunk: Any) -> Iterator[tuple[str, Any]]:
         found = EXPERT.search(name)
         if found is not None:
             first = layers[name[: found.start()]].local_expert_indices[0]
-            name = f"{name[: found.end(1)]}{first + int(found[2] or found[3])}{name[found.end() :]}"
+            name = renumbered(name, first + int(found[2] or found[3]))
         yield name, parameter
 
 

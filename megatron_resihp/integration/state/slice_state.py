@@ -5,7 +5,7 @@ May import megatron and this package. Used under a heterogeneous plan, and on th
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -20,7 +20,9 @@ from megatron_resihp.executor.groups.side_group import SideGroup
 from megatron_resihp.executor.transfer import receive_tensors, send_tensors
 from megatron_resihp.integration.state.expert_biases import TOKENS, named_counts, share_counts
 from megatron_resihp.integration.state.parameter_slices import (
+    Beside,
     Piece,
+    States,
     counted_by_megatron,
     output_norms,
     pieces_of,
@@ -30,11 +32,9 @@ from megatron_resihp.integration.state.shard import buffers_of, group_steps, put
 from megatron_resihp.integration.trained import Trained, parts_of
 from megatron_resihp.integration.world.slice_shares import SliceShares
 from megatron_resihp.plan import Shard
-from megatron_resihp.plan.slices import NO_EXPERT, Move, Slice, plan_moves, slices_of
+from megatron_resihp.plan.slices import NO_EXPERT, Move, Slice, expert_slices_of, plan_moves, slices_of
 
 Shards = Mapping[int, Sequence[Shard]]
-States = Mapping[int, Mapping[str, torch.Tensor]]
-"""What `shard.states_of` gives."""
 
 
 # ---- gradients
@@ -145,6 +145,7 @@ class Redistribution:
         cuts: of both.
         tied_head: number of the head's layer if it has the word embeddings, too.
         shares: of each layer's experts, of both.
+        copied: what the owners hold of whose experts a member has a copy, as current.
     """
 
     held: Shards
@@ -152,6 +153,7 @@ class Redistribution:
     cuts: int
     tied_head: int | None
     shares: int = 1
+    copied: Shards = field(default_factory=dict)
 
 
 @dataclass
@@ -171,6 +173,7 @@ class Holding:
         shards: what each chunk of the model holds.
         cuts, tied_head, shares: as of `Redistribution`.
         whole: the state of their parameters, if they have parts of it only, or none yet.
+        beside: what else is here.
     """
 
     trained: Trained
@@ -179,6 +182,7 @@ class Holding:
     tied_head: int | None
     shares: int = 1
     whole: WholeState | None = None
+    beside: Beside | None = None
 
     @cached_property
     def pieces(self) -> dict[Slice, list[Piece]]:
@@ -189,11 +193,16 @@ class Holding:
                 found[piece.slice].append(piece)
             for piece in whole_pieces(self.trained.model, self.shards, self.tied_head, buffers_of):
                 found[piece.slice].append(piece)
+        if self.beside is not None:
+            found |= {piece: [] for piece in expert_slices_of(self.beside.shards, self.cuts, self.shares)}
+            for piece in self.beside.pieces:
+                found[piece.slice].append(piece)
         return found
 
     @property
     def states(self) -> States:
-        return states_of(self.trained) if self.whole is None else self.whole.states
+        own = states_of(self.trained) if self.whole is None else self.whole.states
+        return own if self.beside is None else {**own, **self.beside.states}
 
     @property
     def steps(self) -> Sequence[Any]:
@@ -237,6 +246,8 @@ def move_state(
     """
     layout = shards.cuts, shards.tied_head, shards.shares
     holdings = {each: slices_of(own, *layout) for each, own in shards.held.items()}
+    for each, owners in shards.copied.items():
+        holdings[each] |= expert_slices_of(owners, shards.cuts, shards.shares)
     needs = {each: slices_of(own, *layout) for each, own in shards.wanted.items()}
     moves, missing = plan_moves(holdings, needs)
     if missing:

@@ -39,9 +39,10 @@ from megatron_resihp.integration.step.optimizer_shards import (
     whole_buffers,
 )
 from megatron_resihp.integration.trained import Trained
-from megatron_resihp.plan import Coordinate, ParallelPlan
+from megatron_resihp.plan import Coordinate, ParallelPlan, Shard
 from megatron_resihp.plan.copies import Edge, copies_at, in_turns
 from megatron_resihp.plan.ranges import Range, RangeMove, plan_range_moves
+from megatron_resihp.plan.spelling import spelled_out
 
 HOST = torch.device("cpu")
 
@@ -91,7 +92,7 @@ def share_counts_with_standbys(trained: Trained, plan: ParallelPlan, coordinate:
 
 def tell_cost(runtime: Runtime) -> None:
     """Write to the event log what keeping a copy has cost each step since the epoch began."""
-    copy = None if runtime.held.kept is None else runtime.held.kept.copy
+    copy = runtime.held.copy
     if copy is None:
         return
     bytes_kept, cost = copy.nbytes, copy.cost  # in this order: the last step may still be under way
@@ -156,10 +157,15 @@ def move_parts(runtime: Runtime, trained: Trained, copied: Mapping[int, int]) ->
             for where, place in sorted(owned[copied[worker]].items(), key=lambda each: _bare(each[0]))
         }
         copy = PartCopy(copied[worker], part, max(collected.steps, default=None))
-    kept = Kept(coordinate, runtime.view.works, copy)
+    kept = Kept(coordinate, runtime.view.works, copy, shards_under(runtime, copied.get(worker)))
     now = current_part(trained, kept, members)
     collected.compare({where: entry.tensors for where, entry in now.items()})
     return received, kept
+
+
+def shards_under(runtime: Runtime, worker: int | None) -> tuple[Shard, ...]:
+    """What a worker holds under the plan in force."""
+    return () if worker is None else spelled_out(runtime.view.plan, runtime.job.own.chunks).shards_of(worker)
 
 
 def _named_here(runtime: Runtime, trained: Trained) -> tuple[dict[Range, Place], dict[Range, Place]]:

@@ -21,7 +21,7 @@ from megatron_resihp.executor.host_memory import HostMemory, host_memory_of
 from megatron_resihp.integration.step.loss_scale import unscale
 from megatron_resihp.integration.step.optimizer_shards import MASTER, Entry, Part, Place
 from megatron_resihp.integration.trained import parts_of
-from megatron_resihp.plan import Coordinate
+from megatron_resihp.plan import Coordinate, Shard
 from megatron_resihp.plan.ranges import Range
 
 LOAD = 64 << 20
@@ -49,13 +49,15 @@ class PartCopy:
 
     Attributes:
         gradient: of this iteration, once it has come, range by range in order.
+        sizes: of ranges, in order.
     """
 
     def __init__(self, owner: int, part: Part, counted: int | None = None, memory: HostMemory | None = None) -> None:
         self.owner = owner
         self.gradient: torch.Tensor | None = None
         self.cost = Cost()
-        self.elements = sum(where.end - where.start for where in part)
+        self.sizes = [where.end - where.start for where in part]
+        self.elements = sum(self.sizes)
         self._part = part
         self._counted = counted
         self._memory = memory
@@ -143,8 +145,7 @@ class PartCopy:
         if any(entry.place.optimizer >= len(owners) for entry in self._part.values()):
             # It would be left behind without a word.
             raise RuntimeError(f"worker {self.owner} has an optimizer for its part that this worker doesn't have")
-        sizes = [where.end - where.start for where in self._part]
-        gradients = dict(zip(self._part, gradient.split(sizes), strict=True))
+        gradients = dict(zip(self._part, gradient.split(self.sizes), strict=True))
         counted, memory = self._counted, self._memory or host_memory_of(device)
         for index, (inner, clip) in enumerate(owners):
             mine = {where: entry for where, entry in self._part.items() if entry.place.optimizer == index}
@@ -172,11 +173,26 @@ class Kept:
         coordinate: of which shard.
         owns: whether the training objects' own part is.
         copy: of another worker's part.
+        copied: what that worker holds.
     """
 
     coordinate: Coordinate
     owns: bool
     copy: PartCopy | None
+    copied: tuple[Shard, ...] = ()
+
+
+@dataclass
+class ExpertCopy:
+    """A copy of another worker's experts, of an optimizer that isn't shared out, and current since the last *go*.
+
+    Attributes:
+        copied: what that worker holds.
+        copy: whole parameters, by names of `lasting_names`.
+    """
+
+    copied: tuple[Shard, ...]
+    copy: PartCopy
 
 
 def _loads(part: Part) -> Iterator[Part]:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker has of Megatron's distributed optimizers: its part of the state as ranges of flattened parameters.
+"""A worker's part of the optimizer's state as ranges of flattened parameters: what it has of Megatron's distributed
+optimizers, or, of optimizers that aren't, the experts.
 
 May import megatron, `plan` and this package. A part has, of each parameter's range that it owns, the fp32 master and
 what the optimizer keeps. Parameters are no state of their own: after each step they are what masters give when rounded.
@@ -16,7 +17,7 @@ import torch
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
 from megatron_resihp.executor.digest import digest_tensors
-from megatron_resihp.integration.state.parameter_slices import lasting_names
+from megatron_resihp.integration.state.parameter_slices import EXPERT, lasting_names
 from megatron_resihp.integration.state.shard import buffers_of, set_steps, to_device
 from megatron_resihp.integration.trained import Trained, parts_of, takes_matrices
 from megatron_resihp.plan.ranges import Range
@@ -24,6 +25,8 @@ from megatron_resihp.plan.ranges import Range
 MASTER = "param"
 """Megatron's name of the master among a range's tensors."""
 
+STATE = "state/"
+"""Before the names of what an optimizer keeps, where a parameter's own tensors are beside it."""
 Tensors = dict[str, torch.Tensor]
 MARKS: Final = ("is_qkv", "qkv_split_shapes")
 """Attributes of a master that say how Muon takes it apart; those that Megatron has set."""
@@ -84,8 +87,17 @@ Part = dict[Range, Entry]
 
 def own_part(trained: Trained) -> Part:
     """Views of the part that these objects step, sorted by range."""
+    return _as_part(_owned(trained))
+
+
+def expert_part(trained: Trained) -> Part:
+    """The same of experts only."""
+    return _as_part(_experts(trained))
+
+
+def _as_part(owns: Iterable["_Owned"]) -> Part:
     found = {}
-    for owned in _owned(trained):
+    for owned in owns:
         tensors = {name: tensor.detach().view(-1) if tensor.dim() else tensor.detach()
                    for name, tensor in _tensors(owned).items()}  # fmt: skip
         found[owned.where] = Entry(owned.place, tensors)
@@ -116,6 +128,12 @@ def own_gradient(trained: Trained) -> torch.Tensor:
     return torch.cat(gradients) if gradients else torch.empty(0)
 
 
+def expert_gradients(trained: Trained) -> list[torch.Tensor]:
+    """The summed gradients of whole experts, where Megatron has them, one for each range of `expert_part` in order."""
+    parameters: list[Any] = [owned.parameter for owned in sorted(_experts(trained), key=lambda owned: owned.where)]
+    return [parameter.main_grad.detach() for parameter in parameters]
+
+
 @torch.no_grad()
 def fill_part(trained: Trained, state: Mapping[Range, Tensors], steps: Sequence[Any]) -> None:
     """Put a state into freshly built objects, whose optimizer has none yet; parameters are still to be gathered.
@@ -133,6 +151,23 @@ def fill_part(trained: Trained, state: Mapping[Range, Tensors], steps: Sequence[
         if kept:
             owned.part.optimizer.state[master].update(kept)
     set_steps(trained, steps)
+
+
+def shaped(parameter: torch.Tensor, tensors: Tensors) -> Tensors:
+    """A whole parameter's state as an optimizer that has all of it says it (`states_of`).
+
+    Args:
+        parameter: of this shape and type.
+        tensors: as of `Entry`.
+    """
+    master = tensors[MASTER].view(parameter.shape)
+    state = {"param": master.to(parameter.dtype)}
+    if parameter.dtype != master.dtype:
+        state["master"] = master
+    for name, tensor in tensors.items():
+        if name != MASTER:
+            state[STATE + name] = tensor.view(parameter.shape) if tensor.dim() else tensor
+    return state
 
 
 @torch.no_grad()
@@ -241,6 +276,10 @@ def _owned(trained: Trained) -> Iterator[_Owned]:
     for index, part in enumerate(parts_of(trained.optimizer)):
         if not part.is_stub_optimizer:
             yield from (_owned_ranges if _steps_ranges(part) else _owned_whole)(index, part, named)
+
+
+def _experts(trained: Trained) -> Iterator[_Owned]:
+    return (owned for owned in _owned(trained) if EXPERT.search(owned.where.name))
 
 
 def _steps_ranges(part: Any) -> bool:

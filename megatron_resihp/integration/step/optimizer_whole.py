@@ -20,12 +20,14 @@ from megatron_resihp.integration.step.optimizer_buddies import (
     full_names,
     make_moves,
     places_said,
+    shards_under,
     steps_of,
 )
 from megatron_resihp.integration.step.optimizer_copy import Kept, PartCopy
 from megatron_resihp.integration.step.optimizer_shards import (
     MASTER,
     NOT_STEPPED,
+    STATE,
     Entry,
     Tensors,
     digest_of_pieces,
@@ -34,11 +36,10 @@ from megatron_resihp.integration.step.optimizer_shards import (
     own_part,
     own_places,
     publish_parameters,
+    shaped,
 )
 from megatron_resihp.integration.trained import Trained
 from megatron_resihp.plan.ranges import Range, plan_range_moves
-
-STATE = "state/"
 
 
 def are_there_parts(runtime: Runtime) -> bool:
@@ -74,7 +75,7 @@ def put_together(runtime: Runtime) -> tuple[int, WholeState]:
     received = make_moves(runtime, moves, has, collected)
     collected.check()
     collected.compare(collected.tensors)
-    states = {id(parameter): _shaped(parameter, collected.tensors[where]) for where, parameter in parameters.items()}
+    states = {id(parameter): shaped(parameter, collected.tensors[where]) for where, parameter in parameters.items()}
     if kept is not None:
         states |= buffer_states(runtime.held.live.model)
     return received, WholeState(states, collected.steps)
@@ -117,7 +118,8 @@ def share_out(runtime: Runtime, trained: Trained, whole: WholeState, owner: int 
         return Kept(coordinate, runtime.view.works, None)
     places = places_said(told[owner])
     part = {where: Entry(places[where], tensors) for where, tensors in _cut(parameters, whole, sorted(places)).items()}
-    return Kept(coordinate, runtime.view.works, PartCopy(owner, part, max(steps, default=None)))
+    copy = PartCopy(owner, part, max(steps, default=None))
+    return Kept(coordinate, runtime.view.works, copy, shards_under(runtime, owner))
 
 
 @torch.no_grad()
@@ -125,18 +127,6 @@ def _fill_buffers(trained: Trained, whole: WholeState) -> None:
     for chunk in trained.model:
         for _, buffer in buffers_of(chunk):
             buffer.copy_(whole.states[id(buffer)]["buffer"])
-
-
-def _shaped(parameter: torch.Tensor, tensors: Tensors) -> Tensors:
-    """A parameter's state as an optimizer that has all of it says it (`states_of`)."""
-    master = tensors[MASTER].view(parameter.shape)
-    state = {"param": master.to(parameter.dtype)}
-    if parameter.dtype != master.dtype:
-        state["master"] = master
-    for name, tensor in tensors.items():
-        if name != MASTER:
-            state[STATE + name] = tensor.view(parameter.shape) if tensor.dim() else tensor
-    return state
 
 
 def _cut(

@@ -269,12 +269,13 @@ def take_step(runtime: Runtime, outcome: Outcome) -> None:
     optimizer, kept = runtime.held.live.optimizer, runtime.held.kept
     if not outcome.skipped:
         inverse = inverse_scale(runtime.mode.averaging, optimizer)
-        if kept is not None and kept.copy is not None:
+        copy = runtime.held.copy
+        if copy is not None:
             assert outcome.grad_norm is not None
             device = torch.device("cuda", torch.cuda.current_device())
             # A number: the copy's own stream does not wait for what this one computes.
             share = None if inverse is None else float(inverse)
-            kept.copy.begin_step(optimizer, outcome.grad_norm, share, device)
+            copy.begin_step(optimizer, outcome.grad_norm, share, device)
         # Who holds nothing may still have the objects of an earlier epoch.
         if bool(runtime.held.shards) if kept is None else kept.owns:
             _step_own(runtime, optimizer, outcome, inverse)

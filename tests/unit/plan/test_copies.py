@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_resihp.plan import Coordinate, ParallelPlan, Replica
-from megatron_resihp.plan.copies import copies_at, in_turns, instances_under, kept_copies, lost_parts
+from megatron_resihp.plan.copies import (
+    copies_at,
+    expert_copies_at,
+    far_apart,
+    in_turns,
+    instances_under,
+    kept_copies,
+    kept_expert_copies,
+    lost_parts,
+)
 
 ONLY = Coordinate(0, 0)
 
@@ -59,6 +68,26 @@ def test_buddies_in_other_instances_own_the_same_part_where_each_has_every_exper
 @pytest.mark.parametrize(("count", "shares", "expected"), [(4, 1, 2), (3, 1, 1), (2, 1, 1), (8, 2, 2), (6, 2, 1)])
 def test_instances_have_as_many_replicas_with_the_same_experts(count: int, shares: int, expected: int) -> None:
     assert instances_under(replace(replicas(count), expert_parallel=shares), 2) == expected
+
+
+@given(st.integers(2, 8), st.integers(1, 8))
+def test_a_copy_of_experts_is_on_another_node_unless_one_has_more_than_half(count: int, of_node: int) -> None:
+    """Without a distributed optimizer, too. Each worker keeps one and is kept one of."""
+    plan = replace(replicas(count), expert_parallel=count)
+    edges = expert_copies_at(plan, ONLY, lambda worker: worker // of_node)
+    assert sorted(owner for owner, _ in edges) == sorted(keeper for _, keeper in edges) == list(range(count))
+    together = [edge for edge in edges if edge[0] // of_node == edge[1] // of_node]
+    assert bool(together) == (min(of_node, count) > count / 2)
+    assert kept_expert_copies(plan, lambda worker: worker // of_node) == {keeper: owner for owner, keeper in edges}
+
+
+def test_experts_that_others_hold_too_have_no_copy() -> None:
+    assert expert_copies_at(replace(replicas(4), expert_parallel=2), ONLY, lambda worker: worker) == ()
+    assert kept_expert_copies(replicas(2), lambda worker: worker) == {}
+
+
+def test_a_ring_of_two_nodes_goes_to_and_fro() -> None:
+    assert far_apart(range(8), lambda worker: worker // 4) == [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 @given(st.integers(1, 9), st.integers(0, 2))

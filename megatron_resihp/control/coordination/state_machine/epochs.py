@@ -50,6 +50,7 @@ class Epochs:
             dead = state.dead.keys() - state.departures.left
             actions.append(Log(recovery(state.epoch, state.commit, ready, dead, state.broken_at, now)))
         state.phase, state.left_s, state.changes.under_way, state.running = Phase.RUNNING, None, None, plan
+        state.copies_kept = state.job.copies_experts and all(each.keeps_copies for each in ready)
         state.reports.accounts.settle()
         return actions + self._changes.after_go()
 
@@ -204,8 +205,9 @@ class Epochs:
         except NoPlanError as error:
             own = state.job.own
             missing = tuple(shard for lost in error.missing for shard in shape.shards_at(own, lost))
-            if shape.shares_experts:  # these are lost where other holders of the same coordinate live
-                missing = lacking(held, own[-1].end)
+            survivors = self._plans.survivors(held)
+            if shape.shares_experts and not survivors.in_parts:  # other holders of the same coordinate may live
+                missing = lacking(held, own[-1].end, copied=survivors.copied)
             return step + self._ends.save(str(error), missing)
         on_trial = state.first_steps.published(plan, before, state.changes.under_way, told)
         state.epoch += 1
@@ -217,7 +219,8 @@ class Epochs:
         ahead = state.changes.made_ahead = self._groups_made_for(plan)
         # Workers whose node leaves read that from the very plan that leaves them out.
         leaving = tuple(sorted(state.departures.among(state.reports.records.keys() - held.keys())))
-        published = EpochPlan(state.epoch, plan, state.commit, held, ahead, leaving, on_trial)
+        copied = self._plans.copied_by(held)
+        published = EpochPlan(state.epoch, plan, state.commit, held, ahead, leaving, on_trial, copied)
         return [*map(Log, told), *step, published, *called, *self._changes.let_go()]
 
     def _plan_after(self, held: HeldShards, now: float) -> tuple[ParallelPlan, HeldShards, list[Event]]:

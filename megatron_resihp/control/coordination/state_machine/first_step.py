@@ -78,7 +78,8 @@ class FirstSteps:
         if trial is None:
             return None
         before, held, own = trial.before, survivors.held, survivors.own
-        if before is None or not held.keys() >= set(before.working) or lacking(held, own[-1].end):
+        lost = lacking(held, own[-1].end, copied=survivors.copied)
+        if before is None or not held.keys() >= set(before.working) or lost:
             return uniform_or_less(survivors)
         working = trimmed(spelled_out(replace(before, standbys={}), own))
         return with_standbys(working, held, own, survivors.shape.tensor_parallel), []

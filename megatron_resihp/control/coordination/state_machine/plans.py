@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which plan comes next, given what survivors hold. May import `plan`, `planner` and pure modules of `control`."""
 
-from collections.abc import Set
+from collections.abc import Container, Set
 
 from megatron_resihp.control.coordination.state_machine.state import HeldShards, State
-from megatron_resihp.control.replanning.inventory import Held, Survivors
+from megatron_resihp.control.replanning.inventory import Held, Survivors, copied_experts
 from megatron_resihp.control.replanning.modes import OptimizerState, optimizer_after
 from megatron_resihp.control.replanning.next_plan import (
     NextPlan,
@@ -13,7 +13,7 @@ from megatron_resihp.control.replanning.next_plan import (
     uniform_plan,
 )
 from megatron_resihp.events.event import Event
-from megatron_resihp.plan import ParallelPlan, spelled_out
+from megatron_resihp.plan import ParallelPlan, Shard, spelled_out
 from megatron_resihp.planner import NoPlanError
 
 
@@ -44,8 +44,20 @@ class Plans:
         plan, shape = state.plan_and_shape
         failed = state.first_steps.failed
         return Survivors(
-            shape, job.own, held, plan, state.running, job.described, job.arguments, job.size.slots, failed
-        )
+            shape, job.own, held, plan, state.running, job.described, job.arguments, job.size.slots, failed,
+            self.copied(held),
+        )  # fmt: skip
+
+    def copied(self, living: Container[int]) -> tuple[Shard, ...]:
+        """What the owners hold of whose experts these workers keep a copy."""
+        return tuple(shard for shards in self.copied_by(living).values() for shard in shards)
+
+    def copied_by(self, living: Container[int]) -> HeldShards:
+        """The same by worker."""
+        state = self._state
+        if state.running is None or not state.copies_kept:
+            return {}
+        return dict(copied_experts(state.running, state.job.own, living, state.joining.node_of))
 
     def plan_for(self, held: Held) -> tuple[ParallelPlan, list[Event]]:
         """The plan for the holders of this state, and what to write to the log.

@@ -64,6 +64,11 @@ class Job:
         return self.description is not None and self.description.distributed_optimizer
 
     @property
+    def copies_experts(self) -> bool:
+        """Whether experts that are held once are to have a copy with another worker."""
+        return self.description is not None and self.description.expert_copies
+
+    @property
     def plans_uniformly(self) -> bool:
         """Whether no strategy plans: complete replicas are all that is looked for."""
         return self.description is None or self.description.strategy == UNIFORM
@@ -152,6 +157,7 @@ class State:
         phase, epoch, plan: of the epoch that was published last.
         first: the plan of epoch 0.
         running: the plan that was run last: what it gave its members is what they hold.
+        copies_kept: whether its members keep the copies of experts that it asks for.
         commit: the iteration that all agreed on when an epoch last ended.
         ready: members of the epoch that are ready to train.
         left_s: seconds left of the bounded wait that is under way; None: nothing is waited for.
@@ -174,6 +180,7 @@ class State:
     plan: ParallelPlan | None = None
     first: ParallelPlan | None = None
     running: ParallelPlan | None = None
+    copies_kept: bool = False
     commit: Commit | None = None
     ready: dict[int, Ready] = field(default_factory=dict)
     left_s: float | None = None

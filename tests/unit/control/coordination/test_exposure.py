@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from megatron_resihp.control.coordination.exposure import Exposure, exposure, in_words
@@ -13,7 +15,7 @@ NODE_0 = "node 0 (the coordinator's)"
 
 
 def said(
-    workers: int, tensor: int, pipeline: int, nodes: int, pipeline_last: bool = True, fewest: int = 1, **how: bool
+    workers: int, tensor: int, pipeline: int, nodes: int, pipeline_last: bool = True, fewest: int = 1, **how: Any
 ) -> tuple[Exposure, str]:
     shape = JobShape(tensor, pipeline, 96, workers // nodes, **how)
     found = exposure(shape, workers, pipeline_last, fewest)
@@ -55,6 +57,18 @@ def test_one_replica_outlives_no_loss(nodes: int) -> None:
     found, line = said(4, 2, 2, nodes)
     assert found.workers == (0, 1, 2, 3) and found.nodes == tuple(range(1, nodes))
     assert line.endswith("; to avoid that, give it the workers of two replicas, or fewer stages")
+
+
+def test_experts_that_are_held_once_need_copies() -> None:
+    """Eight workers on two nodes share them. Without copies, each has some that are nowhere else."""
+    once = {"sharings": sharings((1,), (8, 4, 2, 1))}
+    found, line = said(8, 1, 1, 2, **once)
+    assert found.workers == tuple(range(8)) and found.nodes == (1,)
+    assert line.endswith("with state that is nowhere else; to avoid that, start it with --resihp-expert-copies 1")
+    assert said(8, 1, 1, 2, **once, expert_copies=True) == (
+        Exposure((), ()), f"losing {NODE_0} ends the job; any other one may be lost",
+    )  # fmt: skip
+    assert said(8, 1, 1, 1, **once, expert_copies=True)[1] == "any one worker may be lost"
 
 
 def test_a_job_of_one_node() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_resihp.control.coordination.digests import differing, name_of, shards_of_key
-from megatron_resihp.control.replanning.inventory import lacking, plan_for_survivors, written_once
+from megatron_resihp.control.replanning.inventory import copied_experts, lacking, plan_for_survivors, written_once
 from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Replica, Shard, even_chunks, spelled_out
 from megatron_resihp.plan.replica import shards_at
 from megatron_resihp.planner import JobShape, NoPlanError, initial_plan
@@ -154,6 +154,26 @@ class TestSharedExperts:
         held = self.held(0, 2, 4, 5, 6, 7)
         plan = plan_for_survivors(self.SHAPE, self.OWN, held, initial_plan(self.SHAPE, 8), in_parts=True)
         assert (plan.expert_parallel, len(plan.replicas)) == (1, 3)
+
+    def test_lost_experts_are_in_copies_as_long_as_their_keepers_live(self) -> None:
+        """Four workers, two of each stage: each has the copy of the other one's experts."""
+        start = initial_plan(self.SHAPE, 4)
+        full = spelled_out(start, self.OWN)
+        held = {worker: full.shards_of(worker) for worker in range(4)}
+        assert copied_experts(start, self.OWN, {0, 2, 3}, self.SHAPE.node_of) == {
+            0: held[1], 2: held[3], 3: held[2],
+        }  # fmt: skip
+        plan = plan_for_survivors(self.SHAPE, self.OWN, {each: held[each] for each in (0, 2, 3)}, start, copied=held[1])
+        assert (plan.expert_parallel, len(plan.replicas)) == (1, 1)
+        assert lacking({each: held[each] for each in (0, 2)}, 6, copied=held[1]) == (Shard(3, 6, 0, 1, 1, 2),)
+        with pytest.raises(NoPlanError, match="share 1 of 2 of the experts of layer 0 is held by no survivor"):
+            plan_for_survivors(self.SHAPE, self.OWN, {each: held[each] for each in (0, 2, 3)}, start)
+
+    def test_a_copy_has_no_more_of_a_layer_than_its_experts(self) -> None:
+        [shard] = spelled_out(initial_plan(self.SHAPE, 4), self.OWN).shards_of(1)
+        assert lacking({2: (Shard(3, 6, 0, 1),)}, 6, copied=(shard,)) == (
+            Shard(0, 3, 0, 1, 0, 2), Shard(0, 3, 0, 1, 1, 2),
+        )  # fmt: skip
 
     def test_experts_that_members_of_a_stage_have_each_are_lost_with_one_member(self) -> None:
         shape = JobShape(2, 1, micro_batches=8, sharings=sharings((1,), (2, 1), 1))

@@ -51,6 +51,24 @@ def test_shards_that_no_file_has_are_named() -> None:
     assert gaps_in([contents(2, Shard(0, 2, 0, 2)), contents(3, Shard(0, LAYERS, 1, 2))]) == ("layer 2 TP rank 0 of 2",)
 
 
+def test_copies_of_experts_count_as_what_their_owner_held() -> None:
+    """Two workers share the experts, and one has died. What the other has a copy of is experts only."""
+    own, other = (Shard(0, LAYERS, 0, 1, rank, 2) for rank in range(2))
+    assert gaps_in([replace(contents(0, own), copied=(other,))]) == ()
+    assert gaps_in([contents(0, own)]) == ("layers 0–2, share 1 of 2 of the experts",)
+    gaps = gaps_in([replace(contents(0, Shard(1, LAYERS, 0, 1, 0, 2)), copied=(other,))])
+    assert gaps == tuple(f"layer 0, share {share} of 2 of the experts" for share in range(2))
+
+
+def test_a_place_in_another_expert() -> None:
+    """Experts are an axis behind that of layers; or each is saved by itself."""
+    stacked = Place("mlp.experts.linear_fc1.weight", View((2, 4), (4, 1), 0), (3, 8, 2, 4), (1, 5, 0, 0),
+                    (3, 8, 1, 1), 2, False)  # fmt: skip
+    assert stacked.of_expert(2) == stacked._replace(offset=(1, 2, 0, 0))
+    single = stacked._replace(key="mlp.experts.experts.5.linear_fc1.weight", prepended=1)
+    assert single.of_expert(2) == single._replace(key="mlp.experts.experts.2.linear_fc1.weight")
+
+
 def test_parts_of_a_tensor_that_no_file_has_are_counted() -> None:
     """Where files claim to have all layers."""
     [gap, _] = gaps_in([contents(1, Shard(0, LAYERS, 0, 1), parameter(1, 3))])

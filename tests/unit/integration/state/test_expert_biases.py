@@ -110,7 +110,7 @@ def test_megatron_itself_sums_only(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_step_changes_them_once_also_if_it_is_skipped(skipped: bool) -> None:
     model = chunk()
     runtime: Any = SimpleNamespace(
-        held=SimpleNamespace(live=trained(model), shards=(SHARD,), kept=None, extra=ExtraState()),
+        held=SimpleNamespace(live=trained(model), shards=(SHARD,), kept=None, copy=None, extra=ExtraState()),
         progress=SimpleNamespace(stage=None),
         mode=SimpleNamespace(step=lambda optimizer: None, averaging=None),
     )  # fmt: skip
