@@ -14,6 +14,7 @@ from megatron_resihp.cost import profile as emulated
 from megatron_resihp.cost.device import Array, Device, layer_work
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.layers import LayerKind, Model, model_from_arguments
+from megatron_resihp.cost.parts import ShardError
 from megatron_resihp.cost.profile import DeviceProfile, LinkCost
 from megatron_resihp.cost.training import Training, training_of_job
 from megatron_resihp.pipeline.op import OpKind
@@ -54,7 +55,7 @@ def cost_on(
     return JobCost(
         model, training, device_of(profile, model, training, memory, workers), micro_batches,
         workers_per_node=profile.workers_per_node,
-        measured={degree: seconds_of(profile, model, training, degree) for degree in range(1, workers + 1)},
+        measured=seconds_of(profile, model, training, workers),
     )  # fmt: skip
 
 
@@ -77,18 +78,26 @@ def device_of(profile: DeviceProfile, model: Model, training: Training, memory: 
     )  # fmt: skip
 
 
-def seconds_of(profile: DeviceProfile, model: Model, training: Training, degree: int) -> Array:
-    """Seconds of F, B and W of each layer for a micro-batch that nobody shares, [3, layers], as
-    `integration.probes.padding` pads them; read-only.
+def seconds_of(profile: DeviceProfile, model: Model, training: Training, workers: int) -> dict[int, Array]:
+    """Seconds of F, B and W of each layer for a micro-batch that nobody shares, as `integration.probes.padding` pads
+    them, for each tensor-parallel degree of up to so many workers that can share the layers, [3, layers]; read-only."""
+    return {degree: _seconds(profile, model, degree, *_workload(profile, training))
+            for degree in range(1, workers + 1) if _can_share(model, training, degree)}  # fmt: skip
 
-    Args:
-        degree: tensor-parallel.
-    """
-    tokens, squares = _workload(profile, training)
+
+def _seconds(profile: DeviceProfile, model: Model, degree: int, tokens: float, squares: float) -> Array:
     passes = [profile.stage(kinds, degree) for kinds in _kinds(model)]
     seconds = np.array([[cost.seconds(tokens, squares) for cost in each] for each in passes]).T
     seconds.setflags(write=False)
     return seconds
+
+
+def _can_share(model: Model, training: Training, degree: int) -> bool:
+    try:
+        layer_work(model, training, degree)
+    except ShardError:
+        return False
+    return True
 
 
 def _workload(profile: DeviceProfile, training: Training) -> tuple[float, float]:

@@ -65,11 +65,12 @@ def cost_of_job(
     training = replace(training, expert_groups=job.tensor_parallel // (shared.members or job.tensor_parallel))
     memory = usable(job.device_memory or _MEMORY, job.memory_reserve)
     host = job.host_memory or 0
-    device, alone, measured = Device(FLOPS, bandwidth=_BANDWIDTH, memory=memory, host=host), None, {}
+    device, alone = Device(FLOPS, bandwidth=_BANDWIDTH, memory=memory, host=host), None
+    measured = dict[int, Array]()
     if job.emulated:
         profile = _profile(job.emulated)
         device = device_of(profile, model, training, memory, workers)
-        measured = {degree: seconds_of(profile, model, training, degree) for degree in range(1, workers + 1)}
+        measured = seconds_of(profile, model, training, workers)
     elif fitted is not None:
         alone = _fitted_seconds(fitted, model, training, own, job.tensor_parallel, shared.context)
     through_host = job.carrier == HOST and not job.emulated
