@@ -62,7 +62,7 @@ def oobleck(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
     if nodes < (FAILURES + 1) * least:
         needed = f"{FAILURES + 1} pipelines of {least}"
         raise NoPlanError(f"{nodes} groups of {degree} workers are left; Oobleck needs {needed}")
-    require_state(plan, health)
+    require_state(plan, health, cost.training)
     if returned:
         pipelines = _instantiated([*used, *returned], least, plan, cost)
         return _planned(pipelines, degree, plan, health, cost)

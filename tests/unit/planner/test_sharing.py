@@ -132,6 +132,13 @@ class TestState:
 
     def test_one_death_loses_a_share_of_the_experts_that_lives_once(self) -> None:
         left = Health({worker: 1.0 for worker in range(8) if worker != 5})
-        require_state(plan_of(2), left)
+        require_state(plan_of(2), left, COST.training)
         with pytest.raises(NoPlanError, match="layer 3, share 1 of 4 of its experts"):
-            require_state(plan_of(4), left)
+            require_state(plan_of(4), left, COST.training)
+
+    def test_a_copy_of_the_optimizers_part_keeps_experts_that_live_once(self) -> None:
+        """Each worker keeps a copy of its predecessor's part, so that two neighbours must not die together."""
+        training = replace(COST.training, distributed_optimizer=True)
+        require_state(plan_of(4), Health({worker: 1.0 for worker in range(8) if worker not in (4, 6)}), training)
+        with pytest.raises(NoPlanError, match="a part of the optimizer's state of stage 1 TP rank 0 died with its copy"):
+            require_state(plan_of(4), Health({worker: 1.0 for worker in range(8) if worker not in (5, 6)}), training)
