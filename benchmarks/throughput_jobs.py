@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final
 
-from common import SmallJob
+from common import EXPERTS, SmallJob, words_of
 
 from megatron_resihp.cost.emulated import cost_on
 from megatron_resihp.cost.job import JobCost
@@ -83,12 +83,7 @@ class Family:
     @property
     def command_job(self) -> SmallJob:
         """The job with all flags."""
-        words = (
-            text
-            for name, value in self.flags.items()
-            for text in (f"--{name}", *(() if value is True else (str(value),)))
-        )
-        return replace(self.job, more=(*self.job.more, *words))
+        return replace(self.job, more=(*self.job.more, *words_of(self.flags)))
 
     def profile(self, time_scale: float) -> dict[str, Any]:
         """The emulated device's file."""
@@ -193,11 +188,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
             Case("one at 0.5, room for half of the experts", speed={5: 0.5}, sharers=2),
         ),
         {**_OF_SHARERS, "lazarus": BASELINES["lazarus"]},
-        flags={
-            "num-experts": 8, "moe-ffn-hidden-size": 32, "moe-router-topk": 2,
-            "moe-router-load-balancing-type": "aux_loss", "moe-aux-loss-coeff": 0.01, "disable-bias-linear": True,
-            "expert-model-parallel-size": 4, "expert-tensor-parallel-size": 1, "moe-token-dispatcher-type": "alltoall",
-        },
+        flags={**EXPERTS, "expert-model-parallel-size": 4},
         sequence=8192,
         experts=4,
     ),

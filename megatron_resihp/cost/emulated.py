@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An emulated device in the planner's form: its links and the seconds of layers, scaled to the tiny job that runs on it.
+"""An emulated device in the planner's form: its links and the seconds of layers, scaled to the tiny job on it.
 
 Imports numpy, `plan` and this package.
 """

@@ -140,5 +140,7 @@ class TestState:
         """Each worker keeps a copy of its predecessor's part, so that two neighbours must not die together."""
         training = replace(COST.training, distributed_optimizer=True)
         require_state(plan_of(4), Health({worker: 1.0 for worker in range(8) if worker not in (4, 6)}), training)
-        with pytest.raises(NoPlanError, match="a part of the optimizer's state of stage 1 TP rank 0 died with its copy"):
+        with pytest.raises(
+            NoPlanError, match="a part of the optimizer's state of stage 1 TP rank 0 died with its copy"
+        ):
             require_state(plan_of(4), Health({worker: 1.0 for worker in range(8) if worker not in (5, 6)}), training)

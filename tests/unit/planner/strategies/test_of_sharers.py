@@ -217,7 +217,6 @@ class TestRectangles:
             evaluate(plan, well(plan), cost).iteration_s
         )
 
-
     def test_a_batch_that_does_not_divide_leaves_some_one_fewer(self) -> None:
         plan, cost = of(sizes(1, 2, 8, expert=4))
         uneven = replace(cost, micro_batches=30)
