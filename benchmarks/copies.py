@@ -44,6 +44,7 @@ ITERATIONS: Final = 8
 DEVICE_HIDDEN: Final = 8192
 """Width of the model whose layers' times the emulated device has."""
 JOB_S: Final = 1200.0
+LAUNCH: Final = ("--heartbeat-timeout", "600")
 SHARED_OUT: Final[Mapping[str, Any]] = {"use-distributed-optimizer": True}
 FEW: Final = replace(FAMILIES["moe"].job, batch=32)
 JOBS: Final[Mapping[str, Family]] = {
@@ -62,7 +63,7 @@ def train(family: Family, iterations: int, time_scale: float, directory: Path) -
     """
     profile = directory / "profile.json"
     profile.write_text(json.dumps(family.profile(time_scale)))
-    command = family.command_job.under_resihp(iterations, directory / "run")
+    command = family.command_job.under_resihp(iterations, directory / "run", options=LAUNCH)
     with running([*command, "--resihp-emulate", str(profile)], directory / "output") as job:
         if job.wait(JOB_S) != 0:
             raise RuntimeError(f"the job failed: {(directory / 'output').read_text()[-500:]}")

@@ -78,6 +78,8 @@ PER_PLAN: Final = MEASURED + 2
 FAULT: Final = WARM_UP + MEASURED + 1
 """The iteration in which the fault comes."""
 JOB_S: Final = 1800.0
+LAUNCH: Final = ("--heartbeat-timeout", "600")
+"""A busy machine may starve a worker for longer than the default; deaths are noticed at once by their processes."""
 
 
 # ---- plans
@@ -170,7 +172,7 @@ def command(
         files.append(f"{file}@{FAULT + MEASURED + 1 + number * PER_PLAN}")
     last = FAULT + MEASURED + len(plans) * PER_PLAN
     return [
-        *family.command_job.under_resihp(last, directory / "run"), "--resihp-emulate", str(profile),
+        *family.command_job.under_resihp(last, directory / "run", options=LAUNCH), "--resihp-emulate", str(profile),
         "--resihp-inject", *case.injections(FAULT), *(["--resihp-plan", *files] if files else []),
     ]  # fmt: skip
 

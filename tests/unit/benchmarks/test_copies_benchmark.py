@@ -27,7 +27,7 @@ def copy(owner: int, sent: int, exchange_s: float) -> OptimizerCopy:
 
 def test_the_longest_exchange_counts_and_the_first_iteration_does_not() -> None:
     events: list[Event] = [
-        iteration(1, None), iteration(2, 9.0), iteration(3, 2.0), iteration(4, 2.0),
+        iteration(1, None), iteration(2, 9.0), iteration(3, 1.0), iteration(4, 3.0),
         copy(0, 1000, 0.01), copy(1, 4000, 0.02),
     ]  # fmt: skip
     found = copies.summarize(events, PROFILE, hidden=32)
