@@ -18,7 +18,7 @@ from megatron_resihp.detector.input.records import OpKind
 from megatron_resihp.integration.job import type_between_layers
 from megatron_resihp.integration.probes.padding import Padding, StageCosts
 from megatron_resihp.integration.runtime import Runtime
-from megatron_resihp.plan import OwnSplit
+from megatron_resihp.plan import OwnSplit, PlanError, spelled_out
 from megatron_resihp.plan.parallel_plan import sharing_of
 
 if TYPE_CHECKING:
@@ -101,9 +101,9 @@ class HeldCosts:
                 self._profile, vars(self._runtime.job.args), OwnSplit(own.chunks, own.tensor_parallel),
                 workers=1 + max(plan.members), micro_batches=1, memory=0, expert_groups=own.expert_groups,
             )  # fmt: skip
-        except (ModelError, TrainingError):
+            return meeting_of(spelled_out(plan, own.chunks), self._runtime.worker, cost)
+        except (ModelError, TrainingError, PlanError):
             return None
-        return meeting_of(plan, self._runtime.worker, cost)
 
 
 def _times(passes: tuple[PassCost, PassCost, PassCost], work: Array) -> tuple[PassCost, PassCost, PassCost]:
