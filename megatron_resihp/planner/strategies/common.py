@@ -64,16 +64,16 @@ def require_state(plan: ParallelPlan, health: Health, training: Training) -> Non
     Parts of a distributed optimizer are with their owners and with those who keep copies. Parameters are what its
     masters give when rounded, so parts have experts that no survivor has.
     """
-    alike = len({degree for replica in plan.replicas for degree in replica.shape}) == 1
+    alike = len({replica.shape for replica in plan.replicas}) == len(set(plan.replicas[0].shape)) == 1
     in_parts = alike and training.under(plan).distributed_optimizer
-    _require_shards(replace(plan, expert_parallel=1, uneven_experts=0) if in_parts else plan, health)
+    require_parameters(replace(plan, expert_parallel=1, uneven_experts=0) if in_parts else plan, health)
     lost = lost_parts(plan, health.live) if in_parts else ()
     if lost:
         shards = ", ".join(f"stage {stage} TP rank {tp_rank}" for stage, tp_rank in lost)
         raise NoPlanError(f"a part of the optimizer's state of {shards} died with its copy")
 
 
-def _require_shards(plan: ParallelPlan, health: Health) -> None:
+def require_parameters(plan: ParallelPlan, health: Health) -> None:
     """Raises NoPlanError unless the live workers hold the parameters of every layer together."""
     held: dict[tuple[int, int], set[tuple[Fraction, Fraction]]] = defaultdict(set)
     for shard in {shard for worker in plan.members if worker in health.speed for shard in plan.shards_of(worker)}:

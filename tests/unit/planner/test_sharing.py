@@ -26,7 +26,7 @@ LONG = model_from_arguments({**PRESETS["llama3-405b"], "num_layers": 4})
 DEVICE = Device(312e12, 0.5, latency=1e-5, bandwidth=25e9, node_bandwidth=300e9, memory=1 << 50)
 COST = JobCost(EXPERTS, Training(4096), DEVICE, 8, 2, sharings=(Sharing(1, 4), Sharing(1, 2), Sharing()))
 WELL = Health(dict.fromkeys(range(8), 1.0))
-CHUNKS = even_chunks(4, 2)
+CHUNKS, WHOLE = even_chunks(4, 2), even_chunks(4, 1)
 
 
 def plan_of(experts: int) -> ParallelPlan:
@@ -144,3 +144,11 @@ class TestState:
             NoPlanError, match="a part of the optimizer's state of stage 1 TP rank 0 died with its copy"
         ):
             require_state(plan_of(4), Health({worker: 1.0 for worker in range(8) if worker not in (5, 6)}), training)
+
+    def test_replicas_of_other_stages_have_no_parts_in_common(self) -> None:
+        """Parameters are all that is asked of them."""
+        training = replace(COST.training, distributed_optimizer=True)
+        unlike = ParallelPlan((Replica(((0,), (1,)), (0, 1, 2, 3), CHUNKS), Replica(((2,),), (4, 5, 6, 7), WHOLE)))
+        require_state(unlike, Health({2: 1.0}), training)
+        with pytest.raises(NoPlanError, match="the state of layer 3 is not held"):
+            require_state(unlike, Health({0: 1.0}), training)
