@@ -204,6 +204,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         ),
         _OF_SHARERS,
         flags={"context-parallel-size": 4},
+        sequence=32768,
         context=4,
     ),
 }  # fmt: skip
