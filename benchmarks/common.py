@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from megatron_resihp.events.codec import read_event
 from megatron_resihp.events.event import Event
@@ -24,8 +24,20 @@ from megatron_resihp.events.log import FILE_NAME, read_events
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "scripts" / "pretrain_gpt.py"
 POLL_S = 0.005
+EXPERTS: Final[Mapping[str, Any]] = {
+    "num-experts": 8, "moe-ffn-hidden-size": 32, "moe-router-topk": 2,
+    "moe-router-load-balancing-type": "aux_loss", "moe-aux-loss-coeff": 0.01, "disable-bias-linear": True,
+    "expert-tensor-parallel-size": 1, "moe-token-dispatcher-type": "alltoall",
+}  # fmt: skip
+"""Megatron's flags of layers with experts, by name."""
 END_S = 30.0
 """How long a job may take to end after it was asked to."""
+
+
+def words_of(flags: Mapping[str, Any]) -> tuple[str, ...]:
+    """Flags by name → as on a command line. True stands for a flag without a value."""
+    each = ((f"--{name}", *(() if value is True else (str(value),))) for name, value in flags.items())
+    return tuple(word for words in each for word in words)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ and combined, so they cross twice in F and twice in B. Keys and values go once a
 their gradients. In a ring they travel while a worker attends to others, so only what takes longer than that counts.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -43,6 +45,17 @@ def exchange_seconds(
     of_layers = of_layers[:, list(index)]
     of_layers.setflags(write=False)
     return of_layers
+
+
+def nearest(members: Sequence[tuple[int, ...]], workers_per_node: int) -> int:
+    """How many workers of a node share with each other at least: the one with the fewest sends most to other nodes.
+
+    Args:
+        members: of a stage in each of the replicas.
+        workers_per_node: worker w lives on node w // workers_per_node.
+    """
+    nodes = Counter(group[0] // workers_per_node for group in members)
+    return min(nodes.values())
 
 
 def _of_layer(

@@ -196,7 +196,9 @@ class JobCost:
 
         def scaled(seconds: Array, degree: int) -> Array:
             work, own = other._work(degree), self._work(degree)
-            return seconds * np.divide(work, own, out=np.ones_like(work), where=own > 0)
+            # What takes time without FLOPs, as lookups do, takes it for each token.
+            of_tokens = np.full_like(work, self.training.context_parallel / context)
+            return seconds * np.divide(work, own, out=of_tokens, where=own > 0)
 
         alone = None if self.alone is None else scaled(self.alone, 1)
         return replace(other, alone=alone, measured={k: scaled(each, k) for k, each in self.measured.items()})

@@ -11,12 +11,13 @@ from typing import Final
 import numpy as np
 
 from megatron_resihp.config import HOST
-from megatron_resihp.cost import profile as emulated
 from megatron_resihp.cost.device import Device, layer_work
+from megatron_resihp.cost.emulated import FLOPS, device_of, seconds_of
 from megatron_resihp.cost.fitted.model import CostModel
 from megatron_resihp.cost.host_sums import HostSums
 from megatron_resihp.cost.job import UNTIL_NEXT_EVENT_S, Array, JobCost
-from megatron_resihp.cost.layers import LayerKind, Model, ModelError, model_from_arguments
+from megatron_resihp.cost.layers import Model, ModelError, model_from_arguments
+from megatron_resihp.cost.profile import DeviceProfile, ProfileError, load_profile
 from megatron_resihp.cost.room import usable
 from megatron_resihp.cost.training import Training, TrainingError, training_of_job
 from megatron_resihp.pipeline.op import OpKind
@@ -24,23 +25,12 @@ from megatron_resihp.plan import Chunk, OwnSplit
 from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.protocol.planning import KnownJob
 
-_FLOPS: Final = 312e12
-"""Peak of an unknown device; ratios between layers do not depend on it."""
 _MEMORY: Final = 80 << 30
 _BANDWIDTH: Final = 25e9
 _HOST_BANDWIDTH: Final = 2e9
 """Bytes/s of what gloo carries between two processes through host memory; measured on one machine, docs/gpu.md."""
 _HOST_SUMS_BANDWIDTH: Final = 1.4e9
 """Bytes/s of gradients that gloo sums so; measured there too."""
-_KINDS: Final = {
-    LayerKind.EMBEDDING: emulated.LayerKind.EMBEDDING,
-    LayerKind.ATTENTION: emulated.LayerKind.ATTENTION,
-    LayerKind.MLP: emulated.LayerKind.MLP,
-    LayerKind.MOE_TRANSFORMER: emulated.LayerKind.MOE,
-    LayerKind.LINEAR_MOE_TRANSFORMER: emulated.LayerKind.MOE,
-    LayerKind.MAMBA: emulated.LayerKind.MAMBA,
-    LayerKind.HEAD: emulated.LayerKind.HEAD,
-}
 F, B, W = OpKind
 
 
@@ -75,11 +65,12 @@ def cost_of_job(
     training = replace(training, expert_groups=job.tensor_parallel // (shared.members or job.tensor_parallel))
     memory = usable(job.device_memory or _MEMORY, job.memory_reserve)
     host = job.host_memory or 0
-    device, alone, measured = Device(_FLOPS, bandwidth=_BANDWIDTH, memory=memory, host=host), None, {}
+    device, alone = Device(FLOPS, bandwidth=_BANDWIDTH, memory=memory, host=host), None
+    measured = dict[int, Array]()
     if job.emulated:
         profile = _profile(job.emulated)
-        device = _emulated_device(profile, model, training, memory, workers)
-        measured = {degree: _emulated_seconds(profile, model, training, degree) for degree in range(1, workers + 1)}
+        device = device_of(profile, model, training, memory, workers)
+        measured = seconds_of(profile, model, training, workers)
     elif fitted is not None:
         alone = _fitted_seconds(fitted, model, training, own, job.tensor_parallel, shared.context)
     through_host = job.carrier == HOST and not job.emulated
@@ -96,34 +87,11 @@ def cost_of_job(
     )  # fmt: skip
 
 
-def _profile(name: str) -> emulated.DeviceProfile:
+def _profile(name: str) -> DeviceProfile:
     try:
-        return emulated.load_profile(name)
-    except emulated.ProfileError as error:
+        return load_profile(name)
+    except ProfileError as error:
         raise UnknownCost(str(error)) from None
-
-
-def _emulated_device(
-    profile: emulated.DeviceProfile, model: Model, training: Training, memory: int, workers: int
-) -> Device:
-    """The emulated device, with its link scaled to the job's own small tensors."""
-    link = profile.within_node if workers <= profile.workers_per_node else profile.between_nodes
-    emulated_bytes = profile.sequence / training.sequence_length * profile.boundary_bytes_per_token
-    return Device(
-        _FLOPS, latency=profile.time_scale * link.latency_s, memory=memory,
-        bandwidth=link.bytes_per_s / profile.time_scale * model.hidden_bytes / emulated_bytes,
-    )  # fmt: skip
-
-
-def _emulated_seconds(profile: emulated.DeviceProfile, model: Model, training: Training, degree: int) -> Array:
-    """Seconds of F, B and W of each layer, [3, layers], as `integration.probes.padding` pads them."""
-    tokens = float(training.micro_batch_size * profile.sequence)
-    squares = tokens * profile.sequence
-    of_layers = [[_KINDS.get(kind, emulated.LayerKind.TRANSFORMER) for kind in layer.kinds] for layer in model.layers]
-    passes = [profile.stage(kinds, degree) for kinds in of_layers]
-    seconds = np.array([[cost.seconds(tokens, squares) for cost in each] for each in passes]).T
-    seconds.setflags(write=False)
-    return seconds
 
 
 def _fitted_seconds(

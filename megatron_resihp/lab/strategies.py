@@ -6,9 +6,10 @@ from typing import Final
 
 from megatron_resihp.lab.baselines.lazarus import DISPATCHED, lazarus
 from megatron_resihp.lab.baselines.rectangles import rectangles
-from megatron_resihp.planner.strategies.registry import Change, Entry, ReactsTo
+from megatron_resihp.planner.strategies.registry import STRATEGIES, Change, Entry, ReactsTo
 
 FOR_SHARERS: Final[Mapping[str, Entry]] = {
+    "restart": STRATEGIES["restart"],
     "rectangles": Entry(
         rectangles,
         "leaves out each group of replicas that share if it lost a worker; the others do its work",

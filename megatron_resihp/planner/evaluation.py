@@ -4,7 +4,6 @@
 Imports numpy, `plan`, `pipeline`, `cost` and this package.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
@@ -13,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_resihp.cost.bounds import IterationBound, iteration_bound
+from megatron_resihp.cost.exchange import nearest
 from megatron_resihp.cost.job import Array, JobCost
 from megatron_resihp.cost.memory import with_layers
 from megatron_resihp.pipeline.joint import JointProgram, JointTimeline, joint_makespans, simulate_joint
@@ -171,17 +171,6 @@ def _runs(plan: ParallelPlan, health: Health, cost: JobCost) -> Iterator[tuple[i
     """Each group of replicas, by the number of its first one."""
     for number in range(0, len(plan.replicas), sharing_of(plan)):
         yield number, run_of(plan, number, health, cost)
-
-
-def nearest(members: Sequence[tuple[int, ...]], workers_per_node: int) -> int:
-    """How many workers of a node share with each other at least: the one with the fewest sends most to other nodes.
-
-    Args:
-        members: of a stage in each of the replicas.
-        workers_per_node: worker w lives on node w // workers_per_node.
-    """
-    nodes = Counter(group[0] // workers_per_node for group in members)
-    return min(nodes.values())
 
 
 def _slowest_link(members: Sequence[tuple[int, ...]], health: Health) -> float:

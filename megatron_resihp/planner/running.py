@@ -35,7 +35,7 @@ class AsPlanned:
         return bytes_to_move(before, after, cost)
 
     def require_state(self, plan: ParallelPlan, health: Health, cost: JobCost) -> None:
-        require_state(plan, health)
+        require_state(plan, health, cost.training)
 
 
 AS_PLANNED: Final = AsPlanned()

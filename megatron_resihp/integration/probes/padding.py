@@ -37,6 +37,8 @@ class Padding:
         bytes_per_token: of a real activation at a stage boundary.
         slowness: what fault injections have slowed.
         interrupted: whether waiting is of no use any more.
+        exchanged: seconds of a chunk's op of a kind in which those that share sequences or experts send each other
+            tokens, or keys and values, on links as they are now.
         clock, sleep: in seconds; the clock of the records.
 
     Attributes:
@@ -53,6 +55,7 @@ class Padding:
         bytes_per_token: float,
         slowness: Callable[[], Slowness],
         interrupted: Callable[[], bool],
+        exchanged: Callable[[OpKind, int], float] = lambda kind, chunk: 0.0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -65,6 +68,7 @@ class Padding:
         self._bytes_per_token = bytes_per_token
         self._slowness = slowness
         self._interrupted = interrupted
+        self._exchanged = exchanged
         self._clock = clock
         self._sleep = sleep
         self._random = random.Random(f"{profile.seed} {worker}")
@@ -83,6 +87,7 @@ class Padding:
         cost = self._costs()[chunk][kind]
         seconds = cost.seconds(tokens * self._scale, squares * self._scale**2)
         seconds *= max(self._random.gauss(1.0, self._profile.noise), 0.0) / self._slowness().speed(self._worker)
+        seconds += self._exchanged(kind, chunk)
         deadline = started + seconds + (0.0 if math.isnan(waited) else waited)
         self.ops += 1
         self.late += self._clock() > deadline

@@ -23,7 +23,7 @@ from megatron_resihp.cost.job import Array, JobCost
 from megatron_resihp.cost.memory import memory_of
 from megatron_resihp.cost.training import Training
 from megatron_resihp.lab.baselines.expert_placement import Places, busiest_share, placed, replicas_of
-from megatron_resihp.plan import ParallelPlan, Replica
+from megatron_resihp.plan import Coordinate, ParallelPlan, Replica
 from megatron_resihp.planner import NoPlanError
 from megatron_resihp.planner.evaluation import Evaluation, GroupRun, evaluate
 from megatron_resihp.planner.health import Health
@@ -122,14 +122,15 @@ class Dispatched:
         return {worker: size for worker, size in moved.items() if size > 0}
 
     def require_state(self, plan: ParallelPlan, health: Health, cost: JobCost) -> None:
-        held: dict[int, set[int]] = defaultdict(set)
+        held: dict[Coordinate, set[int]] = defaultdict(set)
         for worker, experts in _held(plan, cost).items():
             coordinate = plan.coordinate_of(worker)
             if coordinate is not None and worker in health.speed:
-                held[coordinate.stage] |= experts
-        for stage in range(len(plan.replicas[0].stages)):
-            if len(held[stage]) < cost.model.experts:
-                raise NoPlanError(f"experts of stage {stage} are not held by the survivors")
+                held[coordinate] |= experts
+        for stage, members in enumerate(plan.replicas[0].stages):
+            for rank in range(len(members)):
+                if len(held[Coordinate(stage, rank)]) < cost.model.experts:
+                    raise NoPlanError(f"experts of stage {stage} TP rank {rank} are not held by the survivors")
 
 
 DISPATCHED: Final = Dispatched()

@@ -7,11 +7,12 @@ micro-batches by their speed. Imports the standard library, `plan`, `cost` and t
 
 from collections.abc import Callable, Iterator
 
+from megatron_resihp.cost.exchange import nearest
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.plan import ParallelPlan, Replica, deal, even_counts
 from megatron_resihp.plan.layers import interleaves
 from megatron_resihp.plan.rules import Sharing
-from megatron_resihp.planner.evaluation import evaluate, nearest, run_of
+from megatron_resihp.planner.evaluation import evaluate, run_of
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.moves import seconds_to_get_there
 from megatron_resihp.planner.shares import fastest_shares

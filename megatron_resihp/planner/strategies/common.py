@@ -14,7 +14,9 @@ from typing import Final
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.memory import check_plan, with_layers
 from megatron_resihp.cost.room import check_change
+from megatron_resihp.cost.training import Training
 from megatron_resihp.plan import Kept, Migration, ParallelPlan, PlanError, Replica, deal, even_counts
+from megatron_resihp.plan.copies import lost_parts
 from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.uniform import NoPlanError
@@ -56,8 +58,23 @@ def has_room_to_change(before: ParallelPlan, after: ParallelPlan, cost: JobCost)
     return True
 
 
-def require_state(plan: ParallelPlan, health: Health) -> None:
-    """Raises NoPlanError unless the live workers of a plan with layers hold the state of every layer together."""
+def require_state(plan: ParallelPlan, health: Health, training: Training) -> None:
+    """Raises NoPlanError unless the live workers of a plan with layers hold the state of every layer together.
+
+    Parts of a distributed optimizer are with their owners and with those who keep copies. Parameters are what its
+    masters give when rounded, so parts have experts that no survivor has.
+    """
+    alike = len({replica.shape for replica in plan.replicas}) == len(set(plan.replicas[0].shape)) == 1
+    in_parts = alike and training.under(plan).distributed_optimizer
+    require_parameters(replace(plan, expert_parallel=1, uneven_experts=0) if in_parts else plan, health)
+    lost = lost_parts(plan, health.live) if in_parts else ()
+    if lost:
+        shards = ", ".join(f"stage {stage} TP rank {tp_rank}" for stage, tp_rank in lost)
+        raise NoPlanError(f"a part of the optimizer's state of {shards} died with its copy")
+
+
+def require_parameters(plan: ParallelPlan, health: Health) -> None:
+    """Raises NoPlanError unless the live workers hold the parameters of every layer together."""
     held: dict[tuple[int, int], set[tuple[Fraction, Fraction]]] = defaultdict(set)
     for shard in {shard for worker in plan.members if worker in health.speed for shard in plan.shards_of(worker)}:
         part = (Fraction(shard.tp_rank, shard.tp_degree), Fraction(shard.tp_rank + 1, shard.tp_degree))

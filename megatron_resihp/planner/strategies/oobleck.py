@@ -19,7 +19,7 @@ from megatron_resihp.planner.strategies.common import (
     job_degree,
     next_plan,
     position_of,
-    require_state,
+    require_parameters,
     spelt_out,
     with_shares,
 )
@@ -62,7 +62,7 @@ def oobleck(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
     if nodes < (FAILURES + 1) * least:
         needed = f"{FAILURES + 1} pipelines of {least}"
         raise NoPlanError(f"{nodes} groups of {degree} workers are left; Oobleck needs {needed}")
-    require_state(plan, health)
+    require_parameters(plan, health)
     if returned:
         pipelines = _instantiated([*used, *returned], least, plan, cost)
         return _planned(pipelines, degree, plan, health, cost)

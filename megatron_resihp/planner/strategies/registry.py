@@ -138,4 +138,4 @@ FOR_SHARERS: Final[Mapping[str, Entry]] = {
         ReactsTo.BOTH,
     ),
 }
-"""Of jobs whose replicas share experts or sequences. No other strategy plans these."""
+"""Of jobs whose replicas share experts or sequences. Of the others only `restart` plans these."""

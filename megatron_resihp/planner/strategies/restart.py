@@ -4,13 +4,15 @@
 Imports the standard library, `plan`, `cost` and this package.
 """
 
+from dataclasses import replace
 from itertools import batched
+from math import isinf
 
 from megatron_resihp.cost.job import JobCost
-from megatron_resihp.plan import ParallelPlan, Replica
+from megatron_resihp.plan import ParallelPlan, Replica, deal, even_counts
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.strategies.common import (
-    evenly_shared,
+    Group,
     groups_in_nodes,
     job_degree,
     next_plan,
@@ -23,21 +25,36 @@ from megatron_resihp.planner.uniform import NoPlanError
 def restart(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
     """Complete replicas of the job's own TP × PP and layers, as many as survivors can form and the batch divides by.
 
-    Schedulers and users differ here. This strategy uses the remaining workers of a node that lost some, if they make
-    whole tensor-parallel groups. The global batch must be a multiple of the number of replicas, as unmodified Megatron
-    demands. If more groups exist than are needed, the fastest are used.
+    As many of them share sequences or experts as in the job's own layout, so that what remains of such a group is of no
+    use. Schedulers and users differ here. This strategy uses the remaining workers of a node that lost some, if they
+    make whole tensor-parallel groups. The global batch must be a multiple of the number of replicas, as unmodified
+    Megatron demands. If more groups exist than are needed, the fastest are used.
 
     Raises:
         NoPlanError: too few workers for one replica, or too little memory for the remaining replicas.
     """
     plan = spelt_out(plan, cost)
-    degree, original = job_degree(plan, cost), plan.replicas[0]
+    sharing, original = cost.sharings[0], plan.replicas[0]
+    degree = job_degree(plan, cost)
     groups = groups_in_nodes(health.live, degree, plan, health, cost)
-    stages = len(original.stages)
-    most = min(len(groups) // stages, cost.micro_batches)
-    replicas = next((count for count in range(most, 0, -1) if cost.micro_batches % count == 0), 0)
-    if not replicas:
-        raise NoPlanError(f"{len(groups)} groups of {degree} workers are left; a replica takes {stages}")
-    chosen = sorted(groups[: replicas * stages], key=lambda group: position_of(group, plan))
-    formed = [Replica(tuple(row), (), original.chunks) for row in batched(chosen, stages)]
-    return next_plan(evenly_shared(formed, cost), plan, health, cost)
+    stages, together = len(original.stages), sharing.together
+    block = stages * together
+    most = min(len(groups) // block, cost.micro_batches // sharing.in_step)
+    blocks = next((count for count in range(most, 0, -1) if cost.micro_batches % (count * sharing.in_step) == 0), 0)
+    if not blocks:
+        needed = f"a replica takes {stages}" if together == 1 else f"{together} replicas that share take {block}"
+        raise NoPlanError(f"{len(groups)} groups of {degree} workers are left; {needed}")
+
+    def place(group: Group) -> tuple[float, ...]:
+        replica, stage = position_of(group, plan)
+        return (replica if isinf(replica) else replica // together, stage, replica)
+
+    chosen = sorted(groups[: blocks * block], key=place)
+    formed = [
+        Replica(tuple(row[number::together]), (), original.chunks)
+        for row in batched(chosen, block)
+        for number in range(together)
+    ]
+    hands = deal(even_counts(cost.micro_batches, len(formed) // sharing.context))
+    replicas = [replace(each, micro_batches=hands[n // sharing.context]) for n, each in enumerate(formed)]
+    return next_plan(replicas, plan, health, cost, sharing=sharing)

@@ -69,7 +69,8 @@ def _situation(source: Source, namespace: argparse.Namespace) -> Situation:
     health = health_of(namespace.dead, namespace.slow, namespace.link, source.plan.members)
     if not health.live:
         raise BadInput("all workers are dead; leave at least one")
-    left_out = tuple(STRATEGIES) if namespace.compare and source.cost.shares else ()
+    known = namespace.baselines() if namespace.compare and source.cost.shares else STRATEGIES
+    left_out = tuple(name for name in STRATEGIES if name not in known)
     return Situation(source.title, source.plan, health, source.cost, source.costs, left_out)
 
 

@@ -26,7 +26,7 @@ LONG = model_from_arguments({**PRESETS["llama3-405b"], "num_layers": 4})
 DEVICE = Device(312e12, 0.5, latency=1e-5, bandwidth=25e9, node_bandwidth=300e9, memory=1 << 50)
 COST = JobCost(EXPERTS, Training(4096), DEVICE, 8, 2, sharings=(Sharing(1, 4), Sharing(1, 2), Sharing()))
 WELL = Health(dict.fromkeys(range(8), 1.0))
-CHUNKS = even_chunks(4, 2)
+CHUNKS, WHOLE = even_chunks(4, 2), even_chunks(4, 1)
 
 
 def plan_of(experts: int) -> ParallelPlan:
@@ -132,6 +132,23 @@ class TestState:
 
     def test_one_death_loses_a_share_of_the_experts_that_lives_once(self) -> None:
         left = Health({worker: 1.0 for worker in range(8) if worker != 5})
-        require_state(plan_of(2), left)
+        require_state(plan_of(2), left, COST.training)
         with pytest.raises(NoPlanError, match="layer 3, share 1 of 4 of its experts"):
-            require_state(plan_of(4), left)
+            require_state(plan_of(4), left, COST.training)
+
+    def test_a_copy_of_the_optimizers_part_keeps_experts_that_live_once(self) -> None:
+        """Each worker keeps a copy of its predecessor's part, so that two neighbours must not die together."""
+        training = replace(COST.training, distributed_optimizer=True)
+        require_state(plan_of(4), Health({worker: 1.0 for worker in range(8) if worker not in (4, 6)}), training)
+        with pytest.raises(
+            NoPlanError, match="a part of the optimizer's state of stage 1 TP rank 0 died with its copy"
+        ):
+            require_state(plan_of(4), Health({worker: 1.0 for worker in range(8) if worker not in (5, 6)}), training)
+
+    def test_replicas_of_other_stages_have_no_parts_in_common(self) -> None:
+        """Parameters are all that is asked of them."""
+        training = replace(COST.training, distributed_optimizer=True)
+        unlike = ParallelPlan((Replica(((0,), (1,)), (0, 1, 2, 3), CHUNKS), Replica(((2,),), (4, 5, 6, 7), WHOLE)))
+        require_state(unlike, Health({2: 1.0}), training)
+        with pytest.raises(NoPlanError, match="the state of layer 3 is not held"):
+            require_state(unlike, Health({0: 1.0}), training)

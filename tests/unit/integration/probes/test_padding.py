@@ -40,6 +40,7 @@ def padding(
     slowness: Slowness | None = None,
     noise: float = 0.0,
     interrupted: Callable[[], bool] = lambda: False,
+    exchanged: Callable[[OpKind, int], float] = lambda kind, chunk: 0.0,
 ) -> Padding:
     """Worker 1's: a real token stands for 10 and has 8 bytes; nodes of 2 workers; 0.01 s + tokens / 1000 to node 1."""
     profile = DeviceProfile(
@@ -56,7 +57,9 @@ def padding(
         seed=7,
     )
     held = slowness or Slowness()
-    return Padding(profile, 1, lambda: COSTS, 10.0, 8.0, lambda: held, interrupted, time.clock, time.sleep)
+    return Padding(
+        profile, 1, lambda: COSTS, 10.0, 8.0, lambda: held, interrupted, exchanged, time.clock, time.sleep
+    )  # fmt: skip
 
 
 def lasted(time: FakeTime, pad: Callable[[float], None]) -> float:
@@ -166,3 +169,13 @@ def test_a_benchmark_takes_the_same_whatever_is_held_and_longer_on_a_slow_worker
         began = time.now
         padding(time, Slowness({1: speed})).pad_benchmark()
         assert time.now - began == pytest.approx((0.001 * 1000 + 1e-5 * 1000**2 + 0.002) * 0.1 / speed, rel=1e-3)
+
+
+def test_what_is_sent_to_those_who_share_takes_a_slow_worker_no_longer() -> None:
+    """Its links are as fast as before."""
+    time = FakeTime()
+    pads = padding(time, Slowness({1: 0.5}), exchanged=lambda kind, chunk: 0.25 if kind is OpKind.F else 0.0)
+    for kind, seconds in ((OpKind.F, 2 * (10 * 0.001 + 100 * 1e-5 + 0.002) + 0.25), (OpKind.B, 2 * 10 * 0.003)):
+        began = time.now
+        pads.pad_op(kind, 0, 1.0, 1.0, began, 0.0)
+        assert time.now - began == pytest.approx(seconds, rel=1e-3)

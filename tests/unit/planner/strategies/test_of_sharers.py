@@ -29,8 +29,8 @@ from megatron_resihp.simulator.sizes import Sizes, a100, sharers_of_experts
 EXPERTS = model_from_arguments({**PRESETS["mixtral-8x7b"], "num_layers": 4})
 LONG = model_from_arguments({**PRESETS["llama3-405b"], "num_layers": 4})
 ALL = {**FOR_SHARERS, **BASELINES}
-NAMES = ("by-speed", "uniform", "rectangles", "lazarus")
-BY_SPEED, UNIFORM, RECTANGLES, LAZARUS = (ALL[name].strategy for name in NAMES)
+NAMES = ("by-speed", "uniform", "restart", "rectangles", "lazarus")
+BY_SPEED, UNIFORM, RESTART, RECTANGLES, LAZARUS = (ALL[name].strategy for name in NAMES)
 
 
 def sizes(tensor: int, pipeline: int, data: int, context: int = 1, expert: int = 1, rounds: int = 4) -> Sizes:
@@ -217,6 +217,25 @@ class TestRectangles:
             evaluate(plan, well(plan), cost).iteration_s
         )
 
+    def test_a_batch_that_does_not_divide_leaves_some_one_fewer(self) -> None:
+        plan, cost = of(sizes(1, 2, 8, expert=4))
+        uneven = replace(cost, micro_batches=30)
+        found = RECTANGLES(plan, well(plan, 5), uneven)
+        assert [len(each.micro_batches) for each in found.replicas] == [8, 8, 7, 7]
+        with pytest.raises(NoPlanError, match="30 micro-batches can't be run by 4 replicas at a time"):
+            RECTANGLES(plan, well(plan, 5), replace(uneven, equal_rounds=True))
+
+
+class TestRestart:
+    def test_what_is_left_of_a_group_waits_for_more(self) -> None:
+        """Another group of four takes workers of any stage and replica; the batch divides by both."""
+        plan, cost = of(sizes(1, 2, 8, expert=4))
+        found = RESTART(plan, well(plan, 0, 5), cost)
+        assert len(found.replicas) == 4 and len(found.standbys) == 6
+        assert found.sharing == plan.sharing
+        with pytest.raises(NoPlanError, match="7 groups of 1 workers are left; 4 replicas that share take 8"):
+            RESTART(plan, well(plan, *range(9)), cost)
+
 
 class TestLazarus:
     def test_all_survivors_go_on_whatever_their_number(self) -> None:
@@ -250,10 +269,16 @@ class TestLazarus:
     def test_an_expert_that_lives_nowhere_is_missed(self) -> None:
         plan, cost = of(sizes(1, 1, 8, expert=8))
         DISPATCHED.require_state(plan, well(plan), cost)
-        with pytest.raises(NoPlanError, match="experts of stage 0 are not held by the survivors"):
+        with pytest.raises(NoPlanError, match="experts of stage 0 TP rank 0 are not held by the survivors"):
             DISPATCHED.require_state(plan, well(plan, 5), cost)
         twice = LAZARUS(plan, well(plan), room_for(2, plan, cost))
         DISPATCHED.require_state(twice, well(plan, 5), room_for(2, plan, cost))
+
+    def test_each_member_of_a_stage_has_its_part_of_an_expert(self) -> None:
+        plan, cost = of(sizes(2, 1, 4, expert=4))
+        DISPATCHED.require_state(replace(plan, expert_parallel=2), well(plan, 1), cost)
+        with pytest.raises(NoPlanError, match="experts of stage 0 TP rank 1 are not held by the survivors"):
+            DISPATCHED.require_state(plan, well(plan, 1), cost)
 
     def test_too_little_memory_is_told(self) -> None:
         plan, cost = of(sizes(1, 1, 8, expert=8))
