@@ -309,10 +309,14 @@ def _decode_mapping(key_kind: Any, value_kind: Any) -> Decode:
     return decode_mapping
 
 
-@lru_cache(4096)
 def _number(key: str) -> Any:
     """JSON has text for keys. Whatever is no number stays text, which is then refused."""
-    return int(key) if key.isascii() and key.isdecimal() and len(key) < 20 else key
+    return _short_number(key) if len(key) < 20 else key
+
+
+@lru_cache(4096)
+def _short_number(key: str) -> Any:
+    return int(key) if key.isascii() and key.isdecimal() else key
 
 
 def _decode_object(kind: Any) -> Decode:
@@ -321,7 +325,7 @@ def _decode_object(kind: Any) -> Decode:
     known = frozenset(hints)
 
     def decode_object(value: Any, tolerance: Tolerance) -> Any:
-        if type(value) is not dict:
+        if type(value) is not dict or len(value) > MOST_ITEMS:
             raise _is_no_dict(value)
         found = {}
         name = ""

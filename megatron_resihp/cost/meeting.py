@@ -12,6 +12,7 @@ import numpy as np
 from megatron_resihp.cost.exchange import nearest
 from megatron_resihp.cost.job import Array, JobCost
 from megatron_resihp.cost.memory import with_layers
+from megatron_resihp.pipeline.op import OpKind
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.plan.parallel_plan import sharing_of
 
@@ -55,8 +56,11 @@ def meeting_of(plan: ParallelPlan, worker: int, cost: JobCost) -> Meeting | None
         return np.array([of_layers[:, chunk.first : chunk.end].sum(axis=1) for chunk in chunks]).T
 
     alone, together = of_chunks(cost.seconds(degree)), of_chunks(shared.seconds(degree))
+    work = np.divide(plan.context_parallel * together, alone, out=np.ones_like(alone), where=alone > 0)
+    if not cost.training.splits_backward:
+        work[OpKind.W] = work[OpKind.B]  # which has its time
     return Meeting(
-        work=np.divide(plan.context_parallel * together, alone, out=np.ones_like(alone), where=alone > 0),
+        work=work,
         seconds=of_chunks(shared.exchange(degree, nearest(members, cost.workers_per_node))),
         links=tuple(pair for one, other in combinations(members, 2) for pair in product(one, other)),
     )

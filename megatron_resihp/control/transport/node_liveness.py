@@ -26,7 +26,8 @@ PURPOSE: Final = "liveness"
 LARGEST: Final = 64
 """Bytes of a message: beats are one."""
 READING_S: Final = 0.1
-"""How often the beats of nodes are read: those of a thousand nodes come at any time."""
+"""How often the beats of nodes are read: those of a thousand nodes come at any time. At once where the time-out of
+heartbeats is so short that this would matter."""
 SIZE_KEY: Final = "launch/size"
 """The job's size as the coordinator's agent was told; the others check theirs against it."""
 APART_KEY: Final = "launch/apart"
@@ -66,7 +67,7 @@ class NodeWatcher:
         self._awaited = set(range(size.nodes) if returning is None else returning) - size.head
         self._connect_by, self._gone = connect_by, gone
         self._absence = Absence(timeout_s / 2)
-        self._watcher = Watcher(timeout_s, period_s=READING_S)
+        self._watcher = Watcher(timeout_s, period_s=READING_S if timeout_s > 10 * READING_S else 0.0)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._gate, selectors.EVENT_READ)
         self._selector.register(self._watcher, selectors.EVENT_READ)

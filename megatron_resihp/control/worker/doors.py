@@ -54,16 +54,21 @@ class Doors:
     def one_of_each_node(self, workers: Iterable[int]) -> list[int]:
         """One of these workers on each of the other nodes that are this worker's to look for.
 
-        Those on its own node share the other nodes, so that all are looked for, and thousands of workers don't all
-        knock at one door.
+        Those on its own node share the other nodes by their numbers. So all are looked for, and the loss of one changes
+        nobody's share: who is new to a node can't tell whether it has ever answered. Each node knocks at a door of its
+        own, so that thousands of workers don't all knock at one.
         """
         nodes: dict[int, list[int]] = {}
         for worker in sorted(workers):
             nodes.setdefault(self._node_of(worker), []).append(worker)
-        here = nodes.pop(self._node_of(self._worker), [])
-        place, sharing = (here.index(self._worker), len(here)) if self._worker in here else (0, 1)
-        own = sorted(nodes.items())[place::sharing]
-        return [there[self._worker % len(there)] for _, there in own]
+        own = self._node_of(self._worker)
+        here = nodes.pop(own, [])
+        shared = here if self._worker in here else [self._worker]
+        return [
+            there[own % len(there)]
+            for node, there in sorted(nodes.items())
+            if shared[node % len(shared)] == self._worker
+        ]
 
     def cut_off(self, workers: Iterable[int]) -> list[int]:
         """Those of these workers whose nodes are `silent`, of the nodes that are this worker's to look for.

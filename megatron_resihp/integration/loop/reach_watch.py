@@ -71,7 +71,7 @@ class ReachWatch:
         others = self._control.doors.one_of_each_node(self._control.members)
         if self._longest_s(now) < LONG_S:
             self._missed.clear()
-            if others and self._known.issuperset(others):
+            if self._control.members and self._known.issuperset(others):
                 return LOOK_S
             # A machine that answers now counts as lost when it doesn't later.
             self._control.doors.silent(others)

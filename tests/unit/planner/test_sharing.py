@@ -13,7 +13,7 @@ from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.layers import model_from_arguments
 from megatron_resihp.cost.presets import PRESETS
 from megatron_resihp.cost.training import Training
-from megatron_resihp.plan import ParallelPlan, Replica, even_chunks
+from megatron_resihp.plan import ParallelPlan, Replica, Shard, even_chunks
 from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.planner import NoPlanError
 from megatron_resihp.planner.evaluation import evaluate, iteration_times, run_of
@@ -144,6 +144,15 @@ class TestState:
             NoPlanError, match="a part of the optimizer's state of stage 1 TP rank 0 died with its copy"
         ):
             require_state(plan_of(4), Health({worker: 1.0 for worker in range(8) if worker not in (5, 6)}), training)
+
+    def test_a_standby_keeps_the_copy_of_the_last_part(self) -> None:
+        """Planners say what it holds layer by layer."""
+        training = replace(COST.training, distributed_optimizer=True)
+        replicas = tuple(Replica(((r,),), (2 * r, 2 * r + 1), WHOLE) for r in range(2))
+        plan = ParallelPlan(replicas, standbys={2: (Shard(0, WHOLE[-1].end, 0, 1),)})
+        require_state(plan, Health({0: 1.0, 2: 1.0}), training)
+        with pytest.raises(NoPlanError, match="died with its copy"):
+            require_state(plan, Health({0: 1.0}), training)
 
     def test_replicas_of_other_stages_have_no_parts_in_common(self) -> None:
         """Parameters are all that is asked of them."""

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from megatron_resihp.control import exit_codes, keys
-from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.store import StoreError
 from megatron_resihp.control.worker.channel import Channel
 from megatron_resihp.control.worker.client import WorkerControl
@@ -205,25 +204,32 @@ def test_who_has_never_answered_is_not_taken_for_lost(monkeypatch: pytest.Monkey
     assert [control.doors.silent((1, 2, 3, 4)) for _ in range(3)] == [[], [], [2, 3]]
 
 
-@pytest.mark.parametrize(("me", "asked", "cut_off"), [(1, [5], [4, 5]), (0, [3], [3]), (3, [5], [4, 5])])
-def test_workers_of_a_node_share_the_others_and_look_for_one_worker_of_each(
-    monkeypatch: pytest.MonkeyPatch, me: int, asked: list[int], cut_off: list[int]
-) -> None:
-    """All workers of a node that does not answer are cut off."""
-    looked_for = []
-
-    def look(doors: Mapping[int, Address]) -> list[int]:
-        looked_for.append(sorted(doors))
-        return [] if len(looked_for) == 1 else [worker for worker in doors if worker in cut_off]
-
-    monkeypatch.setattr("megatron_resihp.control.worker.doors.unreachable", look)
+def doors_of(worker: int, nodes: int = 4) -> Doors:
+    """Of one of two workers of each node."""
     store = Published()
-    for worker in range(6):
-        store.values[f"{keys.KNOCK_AT}{worker}"] = f"10.0.0.{worker // 2}:1"
-    doors = Doors(Channel(store, me, lambda error: JobEnded(1, error)), me, lambda worker: worker // 2)
-    members = [worker for worker in range(6) if worker != 2 or me != 0]
-    assert [doors.cut_off(members) for _ in range(2)] == [[], cut_off]
-    assert looked_for == 2 * [asked]
+    for each in range(2 * nodes):
+        store.values[f"{keys.KNOCK_AT}{each}"] = f"10.0.0.{each // 2}:1"
+    return Doors(Channel(store, worker, lambda error: JobEnded(1, error)), worker, lambda each: each // 2)
+
+
+def test_workers_of_a_node_share_the_others_and_look_for_one_worker_of_each() -> None:
+    looked_for = [doors_of(worker).one_of_each_node(range(8)) for worker in (0, 1, 2, 3)]
+    assert looked_for == [[4], [2, 6], [1, 5], [7]], "node 0, whose workers are 0 and 1, and node 1"
+    assert doors_of(3).one_of_each_node([1, 4]) == [1, 4], "of others only: all of them"
+    assert doors_of(1).one_of_each_node([0, 1]) == []
+
+
+def test_a_link_that_fails_together_with_a_node_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that has never answered does not count. So who looks for a node before a loss looks for it after that."""
+    silent: set[int] = set()
+    monkeypatch.setattr(
+        "megatron_resihp.control.worker.doors.unreachable", lambda doors: [each for each in doors if each in silent]
+    )
+    doors = [doors_of(worker) for worker in range(8)]
+    assert not any(each.cut_off(range(8)) for each in doors)
+    silent |= {6, 7}  # from node 2
+    lost = [doors[worker].cut_off([0, 1, 4, 5, 6, 7]) for worker in (4, 5)]  # node 1 is gone
+    assert lost == [[], [6, 7]]
 
 
 def test_no_two_workers_give_a_message_the_same_id(monkeypatch: pytest.MonkeyPatch) -> None:
