@@ -2,6 +2,8 @@
 """What this worker holds of the model and of the optimizer's state. May import `plan` and modules of
 this package that know no runtime."""
 
+import sys
+
 from megatron_resihp.integration.state.extra_state import ExtraState
 from megatron_resihp.integration.state.taking_over import Succession
 from megatron_resihp.integration.step.optimizer_copy import ExpertCopy, Kept, PartCopy
@@ -44,6 +46,17 @@ class Held:
         if self.experts is not None:
             return self.experts.copy
         return None if self.kept is None else self.kept.copy
+
+    def drop_failed_copy(self) -> None:
+        """Have a copy of experts that could not take a step be none: what else is held is whole."""
+        if self.experts is None:
+            return
+        try:
+            _ = self.experts.copy.part
+        except Exception as error:
+            owner = self.experts.copy.owner
+            print(f"resihp: the copy of worker {owner}'s experts is lost: {error}", file=sys.stderr, flush=True)
+            self.experts = None
 
     @property
     def copied(self) -> tuple[Shard, ...]:

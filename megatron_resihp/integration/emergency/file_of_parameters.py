@@ -49,6 +49,7 @@ def write_parameters(runtime: Runtime, order: EmergencyCheckpointOrder, path: Pa
     assert order.commit is not None
     iteration, shards = order.commit.iteration, order.part_of(runtime.worker)
     held, kept = runtime.held, runtime.held.kept
+    held.drop_failed_copy()
     where, why_not = _places(runtime)
     named = named_parameters(held.live)
     found = _whole(runtime, shards, named) if kept is None else _parts(held.live, kept, where, named)
@@ -144,7 +145,9 @@ def _parts(trained: Trained, kept: Kept, where: Placed, named: Mapping[str, torc
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().reshape(-1).clone()
+    """On the host, without what else its storage has. What is there alone is not copied: memory may be short."""
+    flat = tensor.detach().cpu().reshape(-1)
+    return flat if flat.untyped_storage().nbytes() == flat.nbytes else flat.clone()
 
 
 def _described(parameter: torch.Tensor, places: tuple[Place, ...], ranges: Mapping[Range, Kinds]) -> Parameter:

@@ -26,6 +26,8 @@ from megatron_resihp.integration.world.heterogeneous_groups import MegatronGroup
 from megatron_resihp.plan import Shard
 
 EXPERTS: Final = ".experts."
+OF_EACH: Final = ".linear_fc1."
+"""Each expert has one."""
 """In the keys of what belongs to an expert."""
 
 
@@ -115,14 +117,20 @@ def objects_of_experts(objects: Iterable[ShardedObject], numbers: Sequence[int])
         objects: of this worker's, of experts and of anything else.
         numbers: of the other experts, among all of their layer.
     """
+    objects = [each for each in objects if EXPERTS in each.key]
+    axes = {_layer(each): len(each.global_offset) for each in objects if OF_EACH in each.key}
     of_one: dict[tuple[Any, ...], ShardedObject] = {}
     for each in objects:
-        if EXPERTS not in each.key:
-            continue
+        if len(each.global_offset) < axes.get(_layer(each), 0):
+            continue  # of all experts of a layer together
         single = EXPERT_IN_KEY.search(each.key) is not None
         at = each.global_offset if single else each.global_offset[:-1]
         of_one.setdefault((EXPERT_IN_KEY.sub("", each.key), at), each)
     return [_of_expert(each, number) for each in of_one.values() for number in numbers]
+
+
+def _layer(found: ShardedObject) -> str:
+    return str(found.key).partition(EXPERTS)[0]
 
 
 def _of_expert(found: ShardedObject, number: int) -> ShardedObject:

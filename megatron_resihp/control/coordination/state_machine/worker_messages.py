@@ -5,16 +5,17 @@ May import `plan`, `planner`, `protocol` and pure modules of `control`.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from megatron_resihp.control import exit_codes
-from megatron_resihp.control.coordination.actions import Action, Limits, Log, Notify, Phase, Reopen
+from megatron_resihp.control.coordination.actions import Action, Log, Notify, Phase, Reopen
 from megatron_resihp.control.coordination.digests import differing, name_of, shards_of_key
 from megatron_resihp.control.coordination.epoch_events import job_described
 from megatron_resihp.control.coordination.exposure import exposure, in_words
 from megatron_resihp.control.coordination.state_machine.changes import ChangesByChoice
 from megatron_resihp.control.coordination.state_machine.ends import Ends
 from megatron_resihp.control.coordination.state_machine.epochs import Epochs
-from megatron_resihp.control.coordination.state_machine.state import Job, State
+from megatron_resihp.control.coordination.state_machine.state import State
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.replanning.inventory import shape_of
 from megatron_resihp.events.job import Exposed, Model
@@ -140,7 +141,7 @@ class WorkerMessages:
         actions = self._epochs.go(state.plan, now)
         if state.epoch > 0:
             return actions
-        return [*actions, _exposed(state.job, state.limits), *_invitations(state.job.size)]
+        return [*actions, _exposed(state), *_invitations(state.job.size)]
 
     def _state_differs(self, unlike: Sequence[str], now: float) -> list[Action]:
         """Workers that hold the same shards or slices reported other digests of them. `unlike`: keys of digests."""
@@ -273,14 +274,18 @@ def _sizes_in(told: JobDescription, size: JobSize) -> tuple[JobShape, tuple[Chun
     return shape_of(told, size.workers_per_node), told.chunks
 
 
-def _exposed(job: Job, limits: Limits) -> Log:
+def _exposed(state: State) -> Log:
     """Which losses would end the job, said while something can be done about it."""
+    job, limits = state.job, state.limits
     assert job.shape is not None
     size, fewest = job.size, limits.min_workers
+    shape = replace(job.shape, expert_copies=state.copies_kept)
     apart = size.apart and size.nodes > 1
     replaceable = apart and limits.replaceable
     order = job.described.pipeline_last
-    found = exposure(job.shape, size.workers, order, fewest, apart=apart, replaceable=replaceable)
+    found = exposure(shape, size.workers, order, fewest, apart=apart, replaceable=replaceable)
+    if job.shape.expert_copies and not state.copies_kept:
+        found = replace(found, mend=None)  # the flag is given, and a worker has said why it keeps none
     nodes = range(size.nodes) if found.too_few else (*size.head, *found.nodes)
     workers = range(size.workers) if found.too_few == "worker" else found.workers
     said = in_words(size.nodes, found, fewest)

@@ -21,6 +21,12 @@ def test_each_layer_has_them_once_for_each_other_expert() -> None:
     assert found[0].data is not own[0].data and {each.key for each in found} == {STATE}
 
 
+def test_what_all_experts_of_a_layer_have_together_is_no_expert_s() -> None:
+    own = [ShardedObject("1.mlp.experts.linear_fc1._extra_state", None, (2, 8), (1, expert)) for expert in (4, 5)]
+    together = ShardedObject("1.mlp.experts.activation_func._extra_state", None, (2,), (1,))
+    assert [each.global_offset for each in objects_of_experts([together, *own], [0])] == [(1, 0)]
+
+
 def test_an_expert_that_is_saved_by_itself() -> None:
     own = [
         ShardedObject(f"1.mlp.experts.experts.{expert}.linear_fc1._extra_state", None, (1,), (0,)) for expert in (4, 5)

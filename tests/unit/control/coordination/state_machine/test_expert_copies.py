@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_membership import Job, only
+from test_membership import Job, events, only
 
 from megatron_resihp.plan import Shard
 from megatron_resihp.protocol.published import EmergencyCheckpointOrder, EpochPlan
@@ -39,7 +39,9 @@ def test_without_copies_the_experts_are_missing(ready: dict[str, bool]) -> None:
     job.description = replace(job.description, expert_copies=bool(ready))
     job.describe(0)
     job.ready(0)
-    job.ready(1, **ready)
+    [exposed] = events(job.ready(1, **ready), "exposed")
+    assert exposed.workers == (0, 1)
+    assert ("--resihp-expert-copies" in exposed.said) is not bool(ready), "that is given where there is no room"
     job.kill(1)
     order = only(EmergencyCheckpointOrder, job.report(0))
     assert order.missing == (SECOND,)
