@@ -57,6 +57,7 @@ def make_buckets(holders: Mapping[Slice, tuple[int, ...]], worker: int, make_gro
     return buckets
 
 
+@torch.no_grad()
 def sum_gradients(
     buckets: Sequence[Bucket], views: Views, contributed: Set[Slice], memory: HostMemory | None = None
 ) -> None:

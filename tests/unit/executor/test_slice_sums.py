@@ -38,6 +38,15 @@ def test_a_holder_without_a_gradient_that_counts_gets_the_sum() -> None:
     assert torch.equal(counting, torch.full((2, 3), 6.0)) and torch.equal(receiving, torch.full((4,), 5.0))
 
 
+def test_gradients_that_a_pass_has_left_in_a_graph_are_summed_outside_of_it() -> None:
+    """As where a weight's gradient is computed late: a standby sums outside of any step of Megatron's."""
+    gradient = torch.ones(4, requires_grad=True) * 2.0
+    first, second = gradient.split(2)
+    views = {Slice(1, 0): [("first", first)], Slice(1, WHOLE): [("second", second)]}
+    sum_gradients([bucket(sorted(views), Group())], views, set(views))
+    assert gradient.tolist() == [7.0] * 4
+
+
 def test_slices_without_parameters_are_left_out() -> None:
     """Such as what all members hold whole of an embedding without positions; it may have holders of its own."""
     group, weight = Group(), torch.ones(2)
