@@ -5,6 +5,7 @@ May import the standard library and `megatron_resihp.report`; no torch, no megat
 nothing.
 """
 
+import argparse
 import json
 import os
 import signal
@@ -32,6 +33,32 @@ EXPERTS: Final[Mapping[str, Any]] = {
 """Megatron's flags of layers with experts, by name."""
 END_S = 30.0
 """How long a job may take to end after it was asked to."""
+
+
+def add_part(parser: argparse.ArgumentParser) -> None:
+    """The option --part, for `of_part`."""
+    parser.add_argument("--part", type=_part, default=(1, 1), metavar="I/N", help="every N-th one from the I-th on")
+
+
+def _part(text: str) -> tuple[int, int]:
+    number, slash, count = text.partition("/")
+    if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise argparse.ArgumentTypeError(f"{text} is no part; give I/N, with I from 1 to N")
+    return int(number), int(count)
+
+
+def of_part[Item](items: Sequence[Item], part: tuple[int, int]) -> list[Item]:
+    """Those of a part."""
+    number, count = part
+    return list(items[number - 1 :: count])
+
+
+def add_time_scale(parser: argparse.ArgumentParser, default: float) -> None:
+    """The option --time-scale."""
+    parser.add_argument(
+        "--time-scale", type=float, default=default,
+        help=f"seconds of the emulated clock per second of the device (default {default})",
+    )  # fmt: skip
 
 
 def words_of(flags: Mapping[str, Any]) -> tuple[str, ...]:

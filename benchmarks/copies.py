@@ -2,11 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What copies of experts and of other parts of the optimizer's state cost a job that nothing happens to.
 
-    python benchmarks/copies.py [--family dense|moe] [--iterations N] [--time-scale S]
+    python benchmarks/copies.py [--family dense|moe|experts] [--iterations N] [--time-scale S]
 
-Eight CPU workers train a tiny GPT with the distributed optimizer on the emulated clock of throughput.py: `dense` with
-DP 8, `moe` with experts and EP 8, so that each expert lives once. Each worker keeps a copy of another one's part. The
-figures are those that workers tell at the end of training in the event `optimizer_copy`, by worker:
+Eight CPU workers train a tiny GPT on the emulated clock of throughput.py: `dense` with the distributed optimizer and
+DP 8, `moe` with it and EP 8, so that each expert lives once, `experts` with EP 8 and without it. Each worker keeps a
+copy of another one's part, or experts. The figures are those that workers tell at the end of training in the event
+`optimizer_copy`, by worker:
 
 - `bytes_per_step`: gradients that it sends to the copy of its part. `bytes_kept`: what its copy takes of host memory.
 - `exchange_s`: seconds of a step until both gradients have passed, waits for others included. Training waits for it.
@@ -31,7 +32,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from common import EXPERTS, all_events, load_average, print_result, running
+from common import EXPERTS, add_time_scale, all_events, load_average, print_result, running
 from throughput_jobs import FAMILIES, Family
 
 from megatron_resihp.cost.profile import DeviceProfile
@@ -45,13 +46,13 @@ DEVICE_HIDDEN: Final = 8192
 """Width of the model whose layers' times the emulated device has."""
 JOB_S: Final = 1200.0
 LAUNCH: Final = ("--heartbeat-timeout", "600")
-SHARED_OUT: Final[Mapping[str, Any]] = {"use-distributed-optimizer": True}
+HELD_ONCE: Final[dict[str, Any]] = {**EXPERTS, "expert-model-parallel-size": 8}
+SHARED_OUT: Final[dict[str, Any]] = {"use-distributed-optimizer": True}
 FEW: Final = replace(FAMILIES["moe"].job, batch=32)
 JOBS: Final[Mapping[str, Family]] = {
     "dense": Family(FEW, (), {}, flags=SHARED_OUT, sequence=8192),
-    "moe": Family(
-        FEW, (), {}, flags={**EXPERTS, **SHARED_OUT, "expert-model-parallel-size": 8}, sequence=8192, experts=8
-    ),
+    "moe": Family(FEW, (), {}, flags=HELD_ONCE | SHARED_OUT, sequence=8192, experts=8),
+    "experts": Family(FEW, (), {}, flags=HELD_ONCE, sequence=8192, experts=8),
 }
 
 
@@ -107,10 +108,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", choices=JOBS, default="moe", help="the job (default moe)")
     parser.add_argument("--iterations", type=int, default=ITERATIONS, help=f"in all (default {ITERATIONS})")
-    parser.add_argument(
-        "--time-scale", type=float, default=TIME_SCALE,
-        help=f"seconds of the emulated clock per second of the device (default {TIME_SCALE})",
-    )  # fmt: skip
+    add_time_scale(parser, TIME_SCALE)
     options = parser.parse_args()
     family = JOBS[options.family]
     with tempfile.TemporaryDirectory(prefix="copies-") as scratch:

@@ -24,7 +24,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Final
 
-from common import SmallJob, all_events, load_average, print_result, running
+from common import SmallJob, add_time_scale, all_events, load_average, print_result, running
 from throughput import epochs_of
 
 from megatron_resihp.cost.arguments import ARGUMENTS
@@ -119,7 +119,7 @@ def measure(plans: dict[str, ParallelPlan], iterations: int, profile: Path, dire
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--time-scale", type=float, default=TIME_SCALE, help=f"default {TIME_SCALE}")
+    add_time_scale(parser, TIME_SCALE)
     parser.add_argument("--iterations", type=int, default=7, help="of each plan (default 7)")
     options = parser.parse_args()
     health = Health(dict.fromkeys(range(JOB.workers), 1.0))

@@ -30,7 +30,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from common import ROOT, load_average, print_result, running
+from common import ROOT, add_time_scale, load_average, print_result, running
 
 from megatron_resihp.cost.profile import BUILT_IN
 from megatron_resihp.detector.input.counters import Counters
@@ -157,10 +157,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--profile", default="a100", help="device profile of the emulated clock (default a100)")
-    parser.add_argument(
-        "--time-scale", type=float, default=TIME_SCALE,
-        help=f"seconds of the emulated clock per second of the device (default {TIME_SCALE})",
-    )  # fmt: skip
+    add_time_scale(parser, TIME_SCALE)
     parser.add_argument("--iterations", type=int, default=102, help="iterations to train (default 102)")
     parser.add_argument("--warm-up", type=int, default=WARM_UP, help=f"iterations to fit on (default {WARM_UP})")
     parser.add_argument("--run-dir", type=Path, help="evaluate this recorded run instead of starting one")

@@ -40,6 +40,7 @@ from random import Random
 from typing import Any
 
 from acceptance import as_words, checker, read_recipes
+from common import add_part, of_part
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "integration")]
@@ -55,7 +56,7 @@ def main() -> None:
     parser.add_argument("--recipes", type=Path, required=True, metavar="FILE")
     parser.add_argument("--sample", type=int, metavar="N", help="so many command lines, drawn by the seed")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of deaths and of the sample")
-    parser.add_argument("--part", default="1/1", metavar="I/N", help="every Nth command line, from the Ith")
+    add_part(parser)
     parser.add_argument("--results", type=Path, metavar="DIR", help="keeps verdicts: what is there is not run again")
     parser.add_argument(
         "--without", nargs="+", default=(), metavar="NAME", help="leave out these flags, which have no -- here"
@@ -97,8 +98,7 @@ def choose(lines: Sequence[Line], namespace: argparse.Namespace) -> list[Line]:
     if namespace.sample is not None:
         sample = Random(namespace.seed).sample(range(len(runnable)), min(namespace.sample, len(runnable)))
         runnable = [runnable[number] for number in sorted(sample)]
-    part, parts = map(int, namespace.part.split("/"))
-    return runnable[part - 1 :: parts]
+    return of_part(runnable, namespace.part)
 
 
 def show(line: Line) -> None:

@@ -56,7 +56,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from common import all_events, load_average, print_result, rounded, running
+from common import add_part, add_time_scale, all_events, load_average, of_part, print_result, rounded, running
 from throughput_jobs import FAMILIES, Case, Family
 
 from megatron_resihp.cost.job import JobCost
@@ -250,18 +250,6 @@ def _figures(family: Family, found: dict[str, Measured], joint_plan: Evaluation)
 # ---- all cases
 
 
-def part_of(cases: Sequence[Case], part: str) -> list[Case]:
-    """Every n-th case from the i-th one on, for a part i/n.
-
-    Raises:
-        ValueError: there is no such part.
-    """
-    number, count = (int(each) for each in part.split("/"))
-    if not 1 <= number <= count:
-        raise ValueError(f"there is no part {part}")
-    return list(cases[number - 1 :: count])
-
-
 def kept_at(results: Path | None, family: str, case: Case, time_scale: float) -> Path | None:
     """Where the figures of a case are kept, if anywhere."""
     name = f"{family}-{case.name}-{time_scale:g}.json".replace(" ", "-")
@@ -293,19 +281,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", choices=FAMILIES, default="dense", help="the job (default dense)")
     parser.add_argument("--cases", nargs="+", metavar="NAME", help="default: all")
-    parser.add_argument("--part", default="1/1", metavar="I/N", help="every N-th case from the I-th one on")
+    add_part(parser)
     parser.add_argument("--results", type=Path, metavar="DIR", help="keep finished cases there, and go on from them")
-    parser.add_argument(
-        "--time-scale", type=float, default=TIME_SCALE,
-        help=f"seconds of the emulated clock per second of the device (default {TIME_SCALE})",
-    )  # fmt: skip
+    add_time_scale(parser, TIME_SCALE)
     options = parser.parse_args()
     family = FAMILIES[options.family]
     names = [case.name for case in family.cases]
     unknown = sorted(set(options.cases or ()) - set(names))
     if unknown:
         parser.error(f"no case {', '.join(unknown)}; there are {', '.join(names)}")
-    cases = part_of([case for case in family.cases if case.name in (options.cases or names)], options.part)
+    cases = of_part([case for case in family.cases if case.name in (options.cases or names)], options.part)
     result: dict[str, Any] = {"family": options.family, "cases": {}, "goals": GOALS, "time_scale": options.time_scale}
     with tempfile.TemporaryDirectory(prefix="throughput-") as scratch:
         for number, case in enumerate(cases):

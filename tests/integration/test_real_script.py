@@ -41,6 +41,7 @@ from test_checkpoints import as_stock_says, rest_of, save, stock_losses
 from test_context_parallelism import OPTIMIZER, SHARED, TENSOR, degrees
 from test_distributed_muon import DEALT
 from test_expert_overlap import OVERLAPPED
+from test_expert_parallelism import SHARED as SHARED_EXPERTS
 from test_flags import TWO
 from test_interleaved import INTERLEAVED, UNLIKE
 from test_interleaved import own_plan as interleaved_plan
@@ -288,6 +289,13 @@ def test_survivors_that_share_experts_have_unequal_numbers_of_micro_batches(jobs
     job = jobs.run(tiny(**model, resihp_inject="kill:3@3:backward"), workers=4)
     check_training(job, jobs.reference(tiny(**model), workers=4))
     assert counts(job) == [[2, 2, 2, 2], [3, 3, 2]]
+
+
+def test_experts_that_died_with_their_only_holder(jobs: Jobs) -> None:
+    """Without the distributed optimizer, too, the survivor has a copy of them."""
+    job = jobs.run(tiny(**SHARED_EXPERTS, resihp_inject="kill:1@4:backward"), workers=2)
+    check_training(job, jobs.reference(tiny(**SHARED_EXPERTS), workers=2))
+    assert [event["plan"].get("expert_parallel", 1) for event in job.events("epoch_started")] == [2, 1]
 
 
 def test_gated_delta_nets_through_a_death_and_in_stages_of_other_degrees(jobs: Jobs, tmp_path: Path) -> None:

@@ -182,8 +182,8 @@ class Watcher:
     Args:
         timeout_s: a longer silence is too long.
         notice_s: so is a longer one after a notice; None: there are none.
-        period_s: what peers have sent is read so often. The end of a connection is heard at once all the same. One
-            that woke the loop for each beat of a thousand peers would do little else.
+        period_s: how often to read what peers have sent; 0: at once. The end of a connection is always heard at once.
+            A loop that each beat of a thousand peers woke would do little else.
     """
 
     def __init__(self, timeout_s: float, notice_s: float | None = None, period_s: float = 0.0) -> None:

@@ -55,8 +55,8 @@ class Doors:
         """One of these workers on each of the other nodes that are this worker's to look for.
 
         Those on its own node share the other nodes by their numbers. So all are looked for, and the loss of one changes
-        nobody's share: who is new to a node can't tell whether it has ever answered. Each node knocks at a door of its
-        own, so that thousands of workers don't all knock at one.
+        nobody's share: a worker that is new to a node can't tell whether that has ever answered. Each node knocks at a
+        door of its own, so that thousands of workers don't all knock at one.
         """
         nodes: dict[int, list[int]] = {}
         for worker in sorted(workers):

@@ -62,8 +62,8 @@ def has_room_to_change(before: ParallelPlan, after: ParallelPlan, cost: JobCost)
 def require_state(plan: ParallelPlan, health: Health, training: Training) -> None:
     """Raises NoPlanError unless the live workers of a plan with layers hold the state of every layer together.
 
-    Parts of a distributed optimizer are with their owners and with those who keep copies. Parameters are what its
-    masters give when rounded, so parts have experts that no survivor has.
+    Parts of a distributed optimizer are with their owners and with the workers that keep copies. Parameters are
+    masters, rounded. So a part may have experts that no survivor holds.
     """
     alike = len({replica.shape for replica in plan.replicas}) == len(set(plan.replicas[0].shape)) == 1
     in_parts = alike and training.under(plan).distributed_optimizer

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
 import pytest
 import throughput
+from common import add_part, of_part
 from throughput import Measured
 from throughput_jobs import FAMILIES, Case, Family
 
@@ -36,11 +38,17 @@ def test_a_plan_that_cannot_be_run_gets_what_fault_free_iterations_really_took_l
 
 def test_parts_have_each_case_once() -> None:
     cases = FAMILIES["moe"].cases
-    parts = [throughput.part_of(cases, f"{number}/3") for number in (1, 2, 3)]
+    parts = [of_part(cases, (number, 3)) for number in (1, 2, 3)]
     assert sorted(case.name for part in parts for case in part) == sorted(case.name for case in cases)
-    for part in ("0/2", "3/2"):
-        with pytest.raises(ValueError, match="there is no part"):
-            throughput.part_of(cases, part)
+
+
+@pytest.mark.parametrize("part", ["0/2", "3/2", "2", "a/b"])
+def test_a_part_that_there_is_not(capsys: pytest.CaptureFixture[str], part: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_part(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--part", part])
+    assert f"{part} is no part; give I/N" in capsys.readouterr().err
 
 
 def test_a_finished_case_is_not_run_again_and_a_failed_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

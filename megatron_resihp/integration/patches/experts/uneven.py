@@ -113,31 +113,45 @@ def wrap_sharded_state_dict(original: Callable[..., dict[str, Any]]) -> Callable
     """Where checkpoints have a worker's experts: each is said as if it were a worker's only one, of as many workers as
     there are experts."""
 
-    @functools.wraps(original)
-    def sharded_state_dict(
-        self: Any, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
-    ) -> dict[str, Any]:
-        own = own_experts(self.config, self.ep_group)
-        if own is None:
-            return original(self, prefix, sharded_offsets, metadata)
-        found: dict[str, Any] = {}
-        for place, (number, expert) in enumerate(zip(own, self.local_experts, strict=True)):
-            group = StageGroup(number, self.config.num_moe_experts)
-            alone = SimpleNamespace(
-                local_experts=[expert], num_local_experts=1, ep_group=group, tp_group=self.tp_group,
-                dp_group=self.dp_group,
-            )  # fmt: skip
-            first = f"{prefix}local_experts.0."
-            for name, entry in original(alone, prefix, sharded_offsets, metadata).items():
-                found[f"{prefix}local_experts.{place}.{name.removeprefix(first)}"] = entry
-        return found
+    def alone(self: Any, place: int, group: StageGroup) -> SimpleNamespace:
+        return SimpleNamespace(
+            local_experts=[self.local_experts[place]], num_local_experts=1, ep_group=group, tp_group=self.tp_group,
+            dp_group=self.dp_group,
+        )  # fmt: skip
 
-    return sharded_state_dict
+    def named(prefix: str, place: int, name: str) -> str:
+        return f"{prefix}local_experts.{place}.{name.removeprefix(f'{prefix}local_experts.0.')}"
+
+    return _one_by_one(original, alone, named)
 
 
 def wrap_grouped_sharded_state_dict(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     """The same of experts whose products are grouped. There, a layer has the weights of all experts of a worker, and
     Megatron asks each such layer, too, for the places of its weights."""
+
+    def alone(self: Any, place: int, group: StageGroup) -> SimpleNamespace:
+        layers = {name: _of_one_expert(layer, place, group) for name, layer in self._modules.items()}
+        return SimpleNamespace(
+            _modules=layers, num_local_experts=1, config=self.config, ep_group=group, tp_group=self.tp_group
+        )
+
+    def named(prefix: str, place: int, name: str) -> str:
+        return OF_ONE_EXPERT.sub(functools.partial(_at, place), name)
+
+    return _one_by_one(original, alone, named)
+
+
+def _one_by_one(
+    original: Callable[..., dict[str, Any]],
+    alone: Callable[[Any, int, StageGroup], SimpleNamespace],
+    named: Callable[[str, int, str], str],
+) -> Callable[..., dict[str, Any]]:
+    """What asks for each expert by itself where numbers are unequal.
+
+    Args:
+        alone: a worker's experts and a place → these experts with none but the one there, in a group.
+        named: a prefix, a place, and what that one's state is called → what it is called among that of all.
+    """
 
     @functools.wraps(original)
     def sharded_state_dict(
@@ -148,13 +162,9 @@ def wrap_grouped_sharded_state_dict(original: Callable[..., dict[str, Any]]) -> 
             return original(self, prefix, sharded_offsets, metadata)
         found: dict[str, Any] = {}
         for place, number in enumerate(own):
-            group = StageGroup(number, self.config.num_moe_experts)
-            layers = {name: _of_one_expert(layer, place, group) for name, layer in self._modules.items()}
-            alone = SimpleNamespace(
-                _modules=layers, num_local_experts=1, config=self.config, ep_group=group, tp_group=self.tp_group
-            )
-            for name, entry in original(alone, prefix, sharded_offsets, metadata).items():
-                found[OF_ONE_EXPERT.sub(functools.partial(_at, place), name)] = entry
+            one = alone(self, place, StageGroup(number, self.config.num_moe_experts))
+            for name, entry in original(one, prefix, sharded_offsets, metadata).items():
+                found[named(prefix, place, name)] = entry
         return found
 
     return sharded_state_dict
