@@ -15,7 +15,8 @@ END: Final = 126
 TOKENS: Final = {"<fim_prefix>": 1, "<fim_middle>": 2, "<fim_suffix>": 3, "<fim_pad>": 4, "<|endoftext|>": END}
 OTHER: Final = 5
 """Any other token, such as one between files."""
-DOCUMENTS: Final = 400
+DOCUMENTS: Final = 4000
+"""A split of one in a thousand has some, too: Megatron would count the epochs of an empty one for ever."""
 
 
 class Letters:
