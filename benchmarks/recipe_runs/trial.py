@@ -11,7 +11,7 @@ from recipe_runs.compare import SKIPPED, Difference, Logged, differences
 from recipe_runs.counts import COUNTS, compare_counts
 from recipe_runs.plans import Death
 from recipe_runs.runs import Run, RunFailed, Runner
-from recipe_runs.shrinking.grid import TENSOR
+from recipe_runs.shrinking.grid import EXPERT, TENSOR
 from recipe_runs.shrinking.shrink import Shrunk
 
 FP32: Final = 1e-5
@@ -24,6 +24,8 @@ VISIBLE: Final = 1e-2
 """By how much it must differ at least."""
 WITHOUT_STEPS: Final = ("--lr", "0", "--min-lr", "0", "--exit-interval", "5")
 """So few iterations are enough to differ."""
+HALF: Final = {"--bf16", "--fp16"}
+COUNTED: Final = "--log-num-zeros-in-grad"
 DECOUPLED: Final = ("--decoupled-lr", "--decoupled-min-lr", "--lr-warmup-init", "--muon-lr")
 
 EQUAL, UNEQUAL, FAILED, NO_CONTROL = "equal", "unequal", "failed", "no control"
@@ -64,13 +66,13 @@ class Trial:
     def verdict(self) -> Verdict:
         try:
             stock = self._note("stock", self._runner.stock(self._shrunk, "stock"))
-            other = self._other()
+            other, unshared = self._other(), self._unshared()
             still = self._note("without steps", self._runner.stock(self._shrunk, "still", *self._without_steps()))
             run, death = self._runner.through_death(self._shrunk, self._random)
         except RunFailed as failure:
             return Verdict(FAILED, str(failure), seconds=self._seconds)
         self._note("death", run)
-        return judge(stock, run.logged, still, other, death, self._seconds)
+        return judge(stock, run.logged, still, other, death, self._seconds, unshared)
 
     def _note(self, name: str, run: Run) -> Logged:
         self._seconds[name] = run.seconds
@@ -78,7 +80,7 @@ class Trial:
 
     def _other(self) -> Logged | None:
         """Stock Megatron with another degree of tensor parallelism, in 16 bits."""
-        if not {"--bf16", "--fp16"} & set(self._shrunk.words):
+        if not HALF & set(self._shrunk.words):
             return None
         return self._note("other degree", self._runner.stock(self._shrunk, "other", *self._other_degree()))
 
@@ -90,14 +92,24 @@ class Trial:
         # Mixtures of experts are only cut together with the sequence.
         return [TENSOR, "2", *(["--sequence-parallel"] if "--num-experts" in words else [])]
 
+    def _unshared(self) -> Logged | None:
+        """Stock Megatron with all experts on each worker, in 16 bits. Its experts begin with other weights, so only its
+        numbers of zeros are of use."""
+        words = self._shrunk.words
+        shared = EXPERT in words and words[words.index(EXPERT) + 1] != "1"
+        if not shared or COUNTED not in words or not HALF & set(words):
+            return None
+        return self._note("experts unshared", self._runner.stock(self._shrunk, "unshared", EXPERT, "1"))
+
     def _without_steps(self) -> list[str]:
         decoupled = [flag for flag in DECOUPLED if flag in self._shrunk.words]
         return [*WITHOUT_STEPS, *(word for flag in decoupled for word in (flag, "0"))]
 
 
 def judge(
-    stock: Logged, run: Logged, still: Logged, other: Logged | None, death: Death, seconds: Mapping[str, float]
-) -> Verdict:
+    stock: Logged, run: Logged, still: Logged, other: Logged | None, death: Death, seconds: Mapping[str, float],
+    unshared: Logged | None = None,
+) -> Verdict:  # fmt: skip
     """Pure: the verdict on what the runs have logged.
 
     Two degrees of tensor parallelism may differ by so much in 16 bits that no control would tell it from learning
@@ -105,8 +117,9 @@ def judge(
 
     Args:
         other: of stock Megatron with another degree; None: not in 16 bits.
+        unshared: of stock Megatron where no workers share experts; None: none do anyway, or no zeros are compared.
     """
-    found = compare(stock, run, other)
+    found = compare(stock, run, other, unshared)
     both = stock.keys() & still.keys()
     control = differences({key: stock[key] for key in both}, still)[LOSS].relative
     loss, tolerance = found[LOSS]
@@ -121,13 +134,16 @@ def judge(
     return Verdict(outcome, reason, str(death), unequal, loss.relative, tolerance, control, seconds)
 
 
-def compare(stock: Logged, run: Logged, other: Logged | None) -> dict[str, tuple[Difference, float]]:
+def compare(
+    stock: Logged, run: Logged, other: Logged | None, unshared: Logged | None = None
+) -> dict[str, tuple[Difference, float]]:
     """The largest difference under each tag, and what it may be."""
     found = differences(stock, run)
     if other is None:
         return {tag: (difference, FP32) for tag, difference in found.items()}
     stocks = {tag: each.relative for tag, each in differences(stock, other).items() if each.relative < math.inf}
     compared = {tag: (difference, max(stocks.get(tag, 0.0), FP32)) for tag, difference in found.items()}
+    others = [each for each in (other, unshared) if each is not None]
     for tag in compared.keys() & set(COUNTS):
-        compared |= {each.tag: (each, allowed) for each, allowed in compare_counts(tag, stock, run, other)}
+        compared |= {each.tag: (each, allowed) for each, allowed in compare_counts(tag, stock, run, others)}
     return compared

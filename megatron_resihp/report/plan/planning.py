@@ -87,7 +87,7 @@ def _strategies(source: Source, namespace: argparse.Namespace) -> Mapping[str, E
     asked = possible if namespace.compare else {chosen: possible[chosen]}
     if namespace.uneven and source.places is not None:
         raise BadInput("--uneven is of no use to a run: no job can run such plans; leave it out")
-    found = {name: replace(entry, strategy=_strategy(name, entry, source.places)) for name, entry in asked.items()}
+    found = {name: replace(entry, strategy=_strategy(name, entry, source)) for name, entry in asked.items()}
     if namespace.uneven and "joint" in found:
         found["joint"] = replace(found["joint"], strategy=partial(joint, settings=UNEVEN))
     return found
@@ -97,11 +97,12 @@ def _default(source: Source) -> str:
     return OF_SHARERS if source.cost.shares else DEFAULT
 
 
-def _strategy(name: str, entry: Entry, places: int | None) -> Strategy:
+def _strategy(name: str, entry: Entry, source: Source) -> Strategy:
     """A strategy; for a run, as running jobs use it, so that `resihp apply` accepts its plan."""
-    if places is None:
+    if source.places is None:
         return entry.strategy
-    return _by_places(strategy_named(name) if entry.change is Change.IN_PLACE else entry.strategy, places)
+    own = entry.change is Change.IN_PLACE and not source.cost.shares
+    return _by_places(strategy_named(name) if own else entry.strategy, source.places)
 
 
 def _by_places(strategy: Strategy, places: int) -> Strategy:

@@ -30,10 +30,13 @@ from megatron_resihp.events.job import Job, RunStarted
 from megatron_resihp.events.job import Model as ModelTold
 from megatron_resihp.events.log import FILE_NAME, read_events
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError
+from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.protocol.planning import KnownJob
 from megatron_resihp.report.plan.flags import SIZES
 from megatron_resihp.simulator.sizes import Sizes, SizesError, a100, sharers_of_experts
 
+NOTHING_SHARED: Final = (Sharing(),)
+_SHARING: Final = ("context_parallel_size", "expert_model_parallel_size")
 _NEGATED: Final = {"disable_bias_linear": "add_bias_linear"}
 """Megatron's flags that switch off an argument with another name."""
 _LEAST, _MOST = 1e-6, 1e9
@@ -191,46 +194,53 @@ def _of_run(run_dir: Path, namespace: argparse.Namespace) -> Source:
             f"{path} says neither the job's flags nor its plan{unusable}; give the directory of a run that trained"
         )
     arguments = megatron_arguments(started.command)
-    if epoch.plan.get("context_parallel", 1) > 1 or (arguments.get("context_parallel_size") or 1) > 1:
-        raise SourceError(f"{path}: planners don't know of sequences that replicas share; give another run")
-    if epoch.plan.get("expert_parallel", 1) > 1 or (arguments.get("expert_model_parallel_size") or 1) > 1:
-        raise SourceError(f"{path}: planners don't know of experts that replicas share; give another run")
     model = _model(arguments, path)
     plan = _plan(epoch.plan, model, path)
-    per_node = started.nproc_per_node
-    places = started.most_nodes * per_node
-    cost, costs = _measured(run_dir, found, namespace, places, per_node) or (
-        JobCost(
+    job, own = _told(found, namespace)
+    if job is None and any((arguments.get(name) or 1) > 1 for name in _SHARING):
+        raise SourceError(f"{path} doesn't say how replicas share; give the directory of a run that trained")
+    per_node = namespace.workers_per_node or started.nproc_per_node
+    places = started.most_nodes * started.nproc_per_node
+    costs = _from_flops(namespace)
+    if job is not None and (measured := _measured(run_dir, job, own, places, per_node)) is not None:
+        cost, costs = measured
+    elif job is not None and job.sharings != NOTHING_SHARED:
+        cost = _of_sharers(job, own, places, per_node, namespace)
+    else:
+        cost = JobCost(
             model=model,
             training=training_from_arguments(arguments),
             device=_device(namespace),
             micro_batches=plan.micro_batch_count,
-            workers_per_node=namespace.workers_per_node or per_node,
-        ),
-        _from_flops(namespace),
-    )
+            workers_per_node=per_node,
+        )
     title = f"{run_dir}, epoch {epoch.epoch}, {len(plan.members)} live workers"
     return Source(title, plan, cost, costs, places)
 
 
-def _measured(
-    run_dir: Path, found: Sequence[Event], namespace: argparse.Namespace, places: int, per_node: int
-) -> tuple[JobCost, str] | None:
-    """The run's costs, as for its own planner, and their source in words; None: nothing was measured."""
+def _told(found: Sequence[Event], namespace: argparse.Namespace) -> tuple[KnownJob | None, tuple[Chunk, ...]]:
+    """What workers have told of the job, and its own split into layers; None: nothing."""
     told, model = _last(found, Job), _last(found, ModelTold)
     if told is None or model is None or told.chunks is None:
-        return None
+        return None, ()
     if told.tensor_parallel is None or told.micro_batches is None:
-        return None
-    own = tuple(Chunk(*chunk) for chunk in told.chunks)
+        return None, ()
     job = KnownJob(
         told.tensor_parallel, told.micro_batches, dict(model.arguments), told.emulated,
         told.device_memory or int(namespace.memory_gib * 2**30),
         next(each for each in (namespace.memory_reserve, told.memory_reserve, MEMORY_RESERVE) if each is not None),
         told.carrier or HOST,
         told.host_memory,
+        tuple(Sharing(*each) for each in told.sharings or ((),)),
+        bool(told.equal_rounds),
     )  # fmt: skip
-    per_node = namespace.workers_per_node or per_node
+    return job, tuple(Chunk(*chunk) for chunk in told.chunks)
+
+
+def _measured(
+    run_dir: Path, job: KnownJob, own: tuple[Chunk, ...], places: int, per_node: int
+) -> tuple[JobCost, str] | None:
+    """The run's costs, as for its own planner, and their source in words; None: nothing was measured."""
     if job.emulated:
         with suppress(UnknownCost):
             return cost_of_job(job, places, per_node, own, None), f"of the emulated device {job.emulated}"
@@ -240,6 +250,16 @@ def _measured(
     except (UnknownCost, CostModelError):
         return None
     return (cost, f"as the run has measured them, from {path}") if cost.alone is not None else None
+
+
+def _of_sharers(
+    job: KnownJob, own: tuple[Chunk, ...], places: int, per_node: int, namespace: argparse.Namespace
+) -> JobCost:
+    try:
+        cost = cost_of_job(replace(job, emulated=None), places, per_node, own, None)
+    except UnknownCost as error:
+        raise SourceError(str(error)) from None
+    return replace(cost, device=_device(namespace))
 
 
 def _model(arguments: Mapping[str, Any], path: Path) -> Model:

@@ -104,6 +104,20 @@ def test_zeros_may_differ_as_those_of_two_stock_runs_do() -> None:
     assert zeros_outcome([300] * 2, [900] * 2, [600] * 2) == UNEQUAL
 
 
+def test_zeros_may_differ_as_those_of_stock_runs_that_share_experts_and_do_not() -> None:
+    """What 5 of 12 steps counted where three replicas had all experts each, after a death among four that shared."""
+    stock, run = [205.0] * 12, [205.0] * 2 + [51.0] * 5 + [205.0] * 5
+
+    def compared(unshared: Sequence[float] | None) -> str:
+        fewer = None if unshared is None else zeros(*unshared)
+        still = zeros(*stock, loss=4.0)
+        return judge(zeros(*stock), zeros(*run), still, zeros(*stock), DEATH, {}, fewer).outcome
+
+    assert compared([83.0] * 12) == EQUAL
+    assert compared(None) == compared([200.0] * 12) == UNEQUAL
+    assert zeros_outcome(stock, run, [83.0] * 12) == EQUAL, "whichever stock run it is"
+
+
 def test_a_comparison_that_could_not_fail_does_not_count() -> None:
     same = logged(3.0)
     assert outcome(same, same, logged(3.0 * 1.005)) == NO_CONTROL, "nothing is learnt"

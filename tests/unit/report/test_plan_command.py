@@ -18,7 +18,9 @@ from megatron_resihp.cost.fitted.store import save
 from megatron_resihp.cost.running import cost_of_job
 from megatron_resihp.lab.strategies import FOR_SHARERS as BASELINES
 from megatron_resihp.plan import ParallelPlan, even_chunks, spelled_out
+from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.plan.slots import renamed
+from megatron_resihp.planner.bridge import strategy_named
 from megatron_resihp.planner.evaluation import evaluate
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.strategies.registry import FOR_SHARERS, STRATEGIES
@@ -345,6 +347,28 @@ SEQUENCES = ("--model", "llama2-7b", "--gpus", 16, "--tp", 2, "--pp", 2, "--cp",
              "--micro-batches", 8, "--sequence-parallel", "--distributed-optimizer")  # fmt: skip
 
 
+SHARED = "--num-experts 4 --expert-model-parallel-size 4".split()
+FOUR_SHARE: dict[str, Any] = {
+    "replicas": [{"stages": [[each], [each + 4]], "micro_batches": [2 * each, 2 * each + 1]} for each in range(4)],
+    "standbys": {}, "expert_parallel": 4,
+}  # fmt: skip
+OF_EXPERTS = {"num_experts": 4, "expert_model_parallel_size": 4}
+SHARINGS = ((1, 4, 0), (1, 2, 0), (1, 1, 0))
+
+
+def known_sharers(emulated: str | None) -> KnownJob:
+    return KnownJob(1, 8, ARGUMENTS | OF_EXPERTS, emulated, sharings=tuple(Sharing(*each) for each in SHARINGS))
+
+
+def told_of_sharers(emulated: str | None) -> list[dict[str, Any]]:
+    """What workers have told of a job in which four replicas of two stages share experts."""
+    job, model = told(emulated)
+    return [
+        job | {"micro_batches": 8, "global_batch_size": 8, "sharings": SHARINGS},
+        model | {"arguments": ARGUMENTS | OF_EXPERTS},
+    ]
+
+
 class TestOfSharers:
     """Jobs whose replicas share experts or sequences."""
 
@@ -376,6 +400,42 @@ class TestOfSharers:
     def test_a_picture_is_drawn(self, tmp_path: Path) -> None:
         assert plan(*EXPERTS, "--dead", 5, "--plot", tmp_path / "plan.png") == 0
         assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_a_running_job_is_offered_what_its_own_planner_finds(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        run_dir = write_run(tmp_path / "run", [*COMMAND, *SHARED], [FOUR_SHARE], *told_of_sharers("h800"))
+        assert plan(run_dir, "--slow", "2=0.5", "--json") == 0
+        found = as_json(capsys)
+        assert found["costs"] == "of the emulated device h800"
+        after = ParallelPlan.from_dict(found["strategies"]["by-speed"]["plan"])
+        cost = cost_of_job(known_sharers("h800"), 8, 8, even_chunks(4, 2), None)
+        before = spelled_out(ParallelPlan.from_dict(FOUR_SHARE), even_chunks(4, 2))
+        slow = Health(dict.fromkeys(range(8), 1.0) | {2: 0.5})
+        own = strategy_named("joint", shares=True)(before, slow, cost)
+        assert own != before and after == own
+
+    def test_a_run_that_measured_nothing_has_costs_from_flops(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        run_dir = write_run(tmp_path / "run", [*COMMAND, *SHARED], [FOUR_SHARE], *told_of_sharers(None))
+        seconds = []
+        for tflops in (100, 200):
+            assert plan(run_dir, "--dead", 3, "--tflops", tflops, "--compare", "--json") == 0
+            found = as_json(capsys)
+            assert found["costs"].startswith("from FLOPs") and found["strategies"].keys() > {"by-speed", "uniform"}
+            plans = [ParallelPlan.from_dict(each["plan"]) for each in found["strategies"].values() if "plan" in each]
+            assert not [each for each in plans if 3 in each.members]
+            seconds.append(found["strategies"]["uniform"]["iteration_s"])
+        assert seconds[0] > seconds[1]
+
+    def test_a_run_that_did_not_say_who_may_share_is_told(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        run_dir = write_run(tmp_path / "run", [*COMMAND, *SHARED], [FOUR_SHARE])
+        assert plan(run_dir) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert "doesn't say how replicas share; give the directory of a run that trained" in line
 
     @pytest.mark.parametrize(
         ("arguments", "said"),
