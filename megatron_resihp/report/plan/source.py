@@ -197,14 +197,15 @@ def _of_run(run_dir: Path, namespace: argparse.Namespace) -> Source:
     model = _model(arguments, path)
     plan = _plan(epoch.plan, model, path)
     job, own = _told(found, namespace)
-    if job is None and any((arguments.get(name) or 1) > 1 for name in _SHARING):
+    shares = job is not None and job.sharings != NOTHING_SHARED
+    if not shares and any((arguments.get(name) or 1) > 1 for name in _SHARING):
         raise SourceError(f"{path} doesn't say how replicas share; give the directory of a run that trained")
     per_node = namespace.workers_per_node or started.nproc_per_node
     places = started.most_nodes * started.nproc_per_node
     costs = _from_flops(namespace)
     if job is not None and (measured := _measured(run_dir, job, own, places, per_node)) is not None:
         cost, costs = measured
-    elif job is not None and job.sharings != NOTHING_SHARED:
+    elif job is not None and shares:
         cost = _of_sharers(job, own, places, per_node, namespace)
     else:
         cost = JobCost(

@@ -432,10 +432,12 @@ class TestOfSharers:
     def test_a_run_that_did_not_say_who_may_share_is_told(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        run_dir = write_run(tmp_path / "run", [*COMMAND, *SHARED], [FOUR_SHARE])
-        assert plan(run_dir) == 2
-        [line] = capsys.readouterr().err.splitlines()
-        assert "doesn't say how replicas share; give the directory of a run that trained" in line
+        job, model = told_of_sharers(None)
+        for name, said in ("silent", ()), ("of an earlier version", (job | {"sharings": None}, model)):
+            run_dir = write_run(tmp_path / name, [*COMMAND, *SHARED], [FOUR_SHARE], *said)
+            assert plan(run_dir) == 2
+            [line] = capsys.readouterr().err.splitlines()
+            assert "doesn't say how replicas share; give the directory of a run that trained" in line
 
     @pytest.mark.parametrize(
         ("arguments", "said"),
