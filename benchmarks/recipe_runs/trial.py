@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Final
 
@@ -25,6 +25,7 @@ VISIBLE: Final = 1e-2
 WITHOUT_STEPS: Final = ("--lr", "0", "--min-lr", "0", "--exit-interval", "5")
 """So few iterations are enough to differ."""
 HALF: Final = {"--bf16", "--fp16"}
+STAGES_INSIDE: Final = "--use-tp-pp-dp-mapping"
 COUNTED: Final = "--log-num-zeros-in-grad"
 DECOUPLED: Final = ("--decoupled-lr", "--decoupled-min-lr", "--lr-warmup-init", "--muon-lr")
 
@@ -82,7 +83,7 @@ class Trial:
         """Stock Megatron with another degree of tensor parallelism, in 16 bits."""
         if not HALF & set(self._shrunk.words):
             return None
-        return self._note("other degree", self._runner.stock(self._shrunk, "other", *self._other_degree()))
+        return self._note("other degree", self._runner.stock(self._in_any_degree(), "other", *self._other_degree()))
 
     def _other_degree(self) -> list[str]:
         words = self._shrunk.words
@@ -99,7 +100,12 @@ class Trial:
         shared = EXPERT in words and words[words.index(EXPERT) + 1] != "1"
         if not shared or COUNTED not in words or not HALF & set(words):
             return None
-        return self._note("experts unshared", self._runner.stock(self._shrunk, "unshared", EXPERT, "1"))
+        return self._note("experts unshared", self._runner.stock(self._in_any_degree(), "unshared", EXPERT, "1"))
+
+    def _in_any_degree(self) -> Shrunk:
+        """The recipe with Megatron's usual order of ranks. The other one admits few degrees of experts, and changes no
+        sum."""
+        return replace(self._shrunk, words=tuple(word for word in self._shrunk.words if word != STAGES_INSIDE))
 
     def _without_steps(self) -> list[str]:
         decoupled = [flag for flag in DECOUPLED if flag in self._shrunk.words]
