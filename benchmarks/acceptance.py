@@ -8,7 +8,8 @@ FILE is a JSON list, or has one JSON object a line: `name`, `group`, and `args` 
 of hybrid models (group `official_hybrid`) are left out. Only flags are checked, not how sizes fit together.
 
 The last line of standard output is one JSON object: `recipes`, `accepted`, `share`, `unparsable` (Megatron's own parser
-refuses these), `refused_by` (flag → configurations that have it) and `refused_by_alone` (those that have no other).
+refuses these), `refused_by` (flag → configurations that have it), `refused_by_alone` (those that have no other) and
+`only_unknown` (configurations that nothing keeps out but flags which Megatron's parser doesn't have).
 
 May import megatron and `megatron_resihp`.
 """
@@ -35,12 +36,14 @@ class Answer:
     Attributes:
         name: of the configuration.
         refused: flags that are not supported, as spelled; empty: it is accepted.
+        unknown: those of them that Megatron's parser doesn't have.
         unparsable: why Megatron's parser refuses it; empty: it doesn't.
     """
 
     name: str
     refused: tuple[str, ...] = ()
     unparsable: str = ""
+    unknown: frozenset[str] = frozenset()
 
     @property
     def accepted(self) -> bool:
@@ -106,7 +109,8 @@ def checker() -> Callable[[str, Sequence[str]], Answer]:
         except (SystemExit, KeyError, ValueError) as error:
             return Answer(name, unparsable=(said.getvalue().splitlines() or [str(error)])[-1])
         refused = {line.split()[0] for line in refusals(vars(values), defaults, spelled)}
-        return Answer(name, tuple(sorted(refused | {word for word in unknown if word.startswith("--")})))
+        others = frozenset(word for word in unknown if word.startswith("--"))
+        return Answer(name, tuple(sorted(refused | others)), unknown=others)
 
     return check
 
@@ -122,6 +126,7 @@ def summary(answers: Sequence[Answer]) -> dict[str, Any]:
         "unparsable": sum(bool(answer.unparsable) for answer in answers),
         "refused_by": dict(Counter(flag for answer in answers for flag in answer.refused).most_common()),
         "refused_by_alone": dict(alone.most_common()),
+        "only_unknown": sum(bool(answer.refused) and answer.unknown >= {*answer.refused} for answer in answers),
     }
 
 

@@ -53,13 +53,9 @@ SLOWEST: Final = 0.01
 """The smallest factor of a slowdown."""
 
 
-def suggestion(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
-    """For an unknown name: "do you mean NEAREST? ", or an empty string where no known name is near.
-
-    Args:
-        likeness: from 0 to 1, which the nearest must have.
-    """
-    near = get_close_matches(name, list(known), 1, likeness)
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """For an unknown name: "do you mean NEAREST? ", or an empty string where no known name is near."""
+    near = get_close_matches(name, list(known), 1)
     return f"do you mean {near[0]}? " if near else ""
 
 

@@ -67,13 +67,14 @@ def sharing_replicas(
     survivors: Sequence[int], tensor: int, pipeline: int, sharing: Sharing, micro_batches: int
 ) -> ParallelPlan:
     """As many replicas as share sequences or experts in the job's own layout, and no others: these run all
-    micro-batches. A job with context or expert parallelism runs uniform plans only.
+    micro-batches. A job with context or expert parallelism runs uniform plans only. Workers are dealt from the last to
+    the first, so that this is never the plan that they have made for themselves after the death.
 
     Args:
         tensor, pipeline: the recipe's degrees.
         sharing: the recipe's.
     """
-    whole = _whole_replicas(survivors, tensor, pipeline, sharing.together)
+    whole = _whole_replicas(sorted(survivors, reverse=True), tensor, pipeline, sharing.together)
     shares = [tuple(range(group, micro_batches, sharing.in_step)) for group in range(sharing.in_step)]
     replicas = (Replica(stages, shares[n // sharing.context]) for n, stages in enumerate(whole))
     return ParallelPlan(

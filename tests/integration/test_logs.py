@@ -33,6 +33,7 @@ PIPELINE: dict[str, Any] = {"pipeline_model_parallel_size": 2}
 """Two replicas of two stages; worker 3 is the last rank."""
 TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 SHARED: dict[str, Any] = {"use_distributed_optimizer": True}
+EACH_LAYER: dict[str, Any] = {"moe_per_layer_logging": True}
 SAID = {"lm loss", "grad-norm", "num-zeros", "params-norm", "learning-rate", "batch-size", "lm loss validation"}
 VALIDATED = "lm loss validation"
 
@@ -146,7 +147,7 @@ def test_logs_of_a_job_with_two_deaths(jobs: Jobs, tmp_path: Path) -> None:
         (PIPELINE | SHARED, ["kill:3@3:between", "kill:0@4:step"], FP32, 0.0),
         (PIPELINE | SHARED | {"bf16": True}, ["kill:3@3:between", "kill:0@4:step"], BF16, 0.01),
         (PIPELINE | {"bf16": True}, ["kill:3@3:between", "kill:0@4:step"], BF16, 0.01),
-        (TENSOR | EXPERTS, ["kill:3@3:between", "kill:0@4:step"], FP32, 0.0),
+        (TENSOR | EXPERTS | EACH_LAYER, ["kill:3@3:between", "kill:0@4:step"], FP32, 0.0),
         (PIPELINE | {"eval_interval": 4}, ["kill:3@6:between", "kill:0@6:between"], FP32, 0.0),
     ],
     ids=[
@@ -174,8 +175,9 @@ def test_logs_of_other_layouts(
         (("TP 2 and 1", "V shape", "unlike replicas"), {}),
         (("TP 4", "a standby keeps its shard", "TP 2 and 1 help each other"), SHARED),
         (("TP 1", "unlike replicas", "interleaved"), {"untie_embeddings_and_output_weights": False}),
+        (("TP 2 and 1", "V shape, W apart", "unlike replicas"), EXPERTS | EACH_LAYER | {"moe_layer_freq": "[0,1,1,1]"}),
     ],
-    ids=["chunks", "distributed optimizer", "one matrix for word embeddings and head"],
+    ids=["chunks", "distributed optimizer", "one matrix for word embeddings and head", "experts"],
 )
 def test_logs_of_any_plan(jobs: Jobs, tmp_path: Path, names: Sequence[str], model: dict[str, Any]) -> None:
     whole, mended = tmp_path / "whole", tmp_path / "mended"
@@ -212,7 +214,10 @@ def test_norms_of_parameters_are_those_of_the_job_s_own_layout(jobs: Jobs, tmp_p
 
 
 @NIGHTLY
-@pytest.mark.parametrize("layout", [UNIFORM_LAYOUT, PIPELINE | SHARED, PIPELINE | SHARED | {"bf16": True}])
+@pytest.mark.parametrize(
+    "layout",
+    [UNIFORM_LAYOUT, PIPELINE | SHARED, PIPELINE | SHARED | {"bf16": True}, PIPELINE | EXPERTS | EACH_LAYER],
+)
 def test_logs_are_those_of_megatron_alone(jobs: Jobs, tmp_path: Path, layout: dict[str, Any]) -> None:
     """Also the evaluations after training, which it logs as it does those before, at the same step."""
     stock, ours = tmp_path / "stock", tmp_path / "ours"

@@ -19,8 +19,11 @@ STATIC: Final = "static"
 C10D: Final = "c10d"
 PORTS: Final = {STATIC: 29500, C10D: 29400}
 """torchrun's own defaults."""
-RANKS: Final = ("GROUP_RANK", "SLURM_NODEID")
-"""Variables that give a node's rank where torchrun would agree on one."""
+RANKS: Final = ("GROUP_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX")
+"""Variables that give a node's rank where torchrun would agree on one: of schedulers of pods, of SLURM, of Kubernetes'
+indexed jobs."""
+TASKS: Final = ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
+"""Variables that number the tasks of a node, of srun and of mpirun."""
 UNNAMED: Final = "none"
 """torchrun's default --rdzv-id."""
 
@@ -55,6 +58,8 @@ def rendezvous_of(
     Raises:
         TorchrunError: nodes would not find each other.
     """
+    if "node_rank" not in said:
+        _check_task(environment)
     backend = said.get("rdzv_backend", STATIC)
     if said.get("standalone"):
         if nodes > 1:
@@ -74,6 +79,15 @@ def rendezvous_of(
         name=None if name is None else re.sub(r"[^\w.-]+", "-", name),
         patience_s=_seconds(settings),
     )
+
+
+def _check_task(environment: Mapping[str, str]) -> None:
+    for name in TASKS:
+        if environment.get(name, "0") != "0":
+            raise TorchrunError(
+                f"this is not the first task of its node ({name}={environment[name]}), and one launcher starts all "
+                "workers of a node; start one task on each, as with srun --ntasks-per-node=1, and give --nproc-per-node"
+            )
 
 
 def can_be_bound(host: str) -> bool:
@@ -148,5 +162,6 @@ def _node(
     if nodes == 2:
         return 1
     raise TorchrunError(
-        f"--rdzv-endpoint {address} tells only node 0 its rank; give --node-rank RANK on each node, 0 at {address.host}"
+        f"--rdzv-endpoint {address} tells only node 0 its rank; give --node-rank RANK or PET_NODE_RANK on each node, "
+        f"0 at {address.host}"
     )

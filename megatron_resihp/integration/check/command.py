@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from megatron_resihp.config import suggestion
 from megatron_resihp.control import exit_codes
 from megatron_resihp.control.commands import launch_options
 from megatron_resihp.control.commands.launch_options import LaunchError, LaunchOptions
@@ -42,8 +41,6 @@ WITHOUT_OVERLAP: Final[Mapping[str, str]] = {
     "defer_embedding_wgrad_compute": "while replicas differ, the head's weight gradients are computed in B",
 }
 """For arguments of Megatron that ask for an overlap: when a job does not have it."""
-TYPING_ERROR: Final = 0.85
-"""How like a known flag an unknown one is that may have been meant."""
 VOCABULARY: Final = 131_072
 """Rows that are counted where only the tokenizer knows how many there are."""
 
@@ -120,8 +117,9 @@ def look(
     size = options.size
     job = f"{options.module or options.command[0]}, {size.workers} workers ({size})"
     if problem := version_problem():
-        return Findings(job, refusals=(problem,))
-    text = read_script(script)
+        stock = "check the job with a checkout of one of these on PYTHONPATH to see what is said of its flags"
+        return Findings(job, refusals=(problem,), notes=(stock,))
+    text = read_script(script, [Path(each) for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each])
     line = read_command_line(options.arguments, size.workers, text.defaults)
     outlook, assumed = _outlook(line, options, memory_gib)
     return Findings(
@@ -168,15 +166,12 @@ def _without_overlap(line: CommandLine) -> list[str]:
 
 
 def _unknown(line: CommandLine, text: ScriptFlags) -> list[str]:
+    from megatron_resihp.integration.check.unknown import explained
     from megatron_resihp.integration.patches.flags import known_parser
 
     known = list(known_parser()._option_string_actions)
     flags = dict.fromkeys(word.partition("=")[0] for word in line.unknown if word.startswith("--"))
-    found = []
-    for flag in flags.keys() - text.added:
-        near = suggestion(flag, known, TYPING_ERROR).strip()
-        found.append(f"{flag} ({near})" if near else flag)
-    return sorted(found)
+    return sorted(explained(flag, known) for flag in flags.keys() - text.added)
 
 
 def _notes(line: CommandLine, options: LaunchOptions, environment: Mapping[str, str]) -> list[str]:

@@ -55,8 +55,18 @@ class Findings:
         yield from _section("refused", self.refusals)
         number = len(self.refusals)
         why = f"{number} reason{'s' if number > 1 else ''}, see above"
-        end = "the job would be accepted; no flag is changed" if self.let_in else f"the job would be refused: {why}"
+        accepted = f"the job would be accepted{_if_defined(self.unknown)}; no flag is changed"
+        end = accepted if self.let_in else f"the job would be refused: {why}"
         yield f"resihp: {end}"
+
+
+def _if_defined(unknown: tuple[str, ...]) -> str:
+    """A script that doesn't define a flag ends on it."""
+    if not unknown:
+        return ""
+    flags = [line.split()[0] for line in unknown]
+    more = f" and {len(flags) - 3} more" if len(flags) > 3 else ""
+    return f" if the script defines {', '.join(flags[:3])}{more}"
 
 
 def told_of_losses(outlook: Outlook) -> Iterator[str]:

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+MEGATRON: Final = "megatron"
+"""The folder of its packages in a checkout."""
 DEFAULTS: Final = "args_defaults"
 """Megatron's name for what a script gives flags that the user leaves out."""
 
@@ -16,7 +18,7 @@ DEFAULTS: Final = "args_defaults"
 @dataclass(frozen=True)
 class ScriptFlags:
     """Attributes:
-    added: flags that the script, or a module beside it, adds to Megatron's.
+    added: flags that the script, or a module that it imports, adds to Megatron's.
     defaults: the script's own defaults of Megatron's arguments.
     """
 
@@ -24,8 +26,13 @@ class ScriptFlags:
     defaults: Mapping[str, Any]
 
 
-def read_script(path: Path) -> ScriptFlags:
-    """Look through a script and the modules beside it that it imports."""
+def read_script(path: Path, folders: Sequence[Path] = ()) -> ScriptFlags:
+    """Look through a script and the modules that it imports, but not through what Megatron's own import.
+
+    Args:
+        folders: where modules may be, besides the script's own.
+    """
+    roots = [path.resolve().parent, *folders]
     added: set[str] = set()
     defaults: dict[str, Any] = {}
     waiting, seen = [path.resolve()], set[Path]()
@@ -39,7 +46,8 @@ def read_script(path: Path) -> ScriptFlags:
             added.update(_added_by(call))
             if file == path.resolve():
                 defaults |= _defaults_in(call)
-        waiting += [file.with_name(f"{name}.py") for name in _imported(tree)]
+        if not _is_megatrons(file, roots):
+            waiting += [found for name in _imported(tree) for found in _files_of(name, roots)]
     return ScriptFlags(frozenset(added), defaults)
 
 
@@ -53,9 +61,20 @@ def _parsed(file: Path) -> ast.Module | None:
 def _imported(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if "." not in alias.name)
-        elif isinstance(node, ast.ImportFrom) and node.module and "." not in node.module and not node.level:
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield node.module
+
+
+def _files_of(module: str, roots: Sequence[Path]) -> list[Path]:
+    """The file of a module in the first folder that has it; none: it is not in these."""
+    place = Path(*module.split("."))
+    files = (root / name for root in roots for name in (place.with_suffix(".py"), place / "__init__.py"))
+    return [file.resolve() for file in files if file.is_file()][:1]
+
+
+def _is_megatrons(file: Path, roots: Sequence[Path]) -> bool:
+    return any(file.is_relative_to(root.resolve() / MEGATRON) for root in roots)
 
 
 def _added_by(call: ast.Call) -> Iterator[str]:

@@ -147,6 +147,10 @@ def examine(validate: Callable[..., Any], args: argparse.Namespace, defaults: di
             lines += _raised(lambda: _check_instances(validated))
         except ConfigError as error:
             lines.append(str(error))
+        except SystemExit:
+            # Of flags that it has given up, which have a line already, Megatron says so on standard output.
+            if not lines:
+                lines.append("Megatron's own validation ends the script; its last line of output says why")
         except Exception:
             # What we refuse may be why.
             if not lines:
@@ -261,9 +265,14 @@ def _check_sizes(args: argparse.Namespace) -> None:
             f"{args.world_size} workers are not a multiple of {sizes} = {size}, so no plan exists; "
             f"start {max(args.world_size // size, 1) * size} or change the parallel sizes"
         )
-    per_step = args.micro_batch_size * (args.world_size // size) if args.micro_batch_size else None
+    replicas = args.world_size // size
+    per_step = args.micro_batch_size * replicas if args.micro_batch_size else None
     flag, batch = _batch(args)
-    if per_step and batch and batch % per_step and batch > per_step:
+    if per_step and batch and batch < per_step:
+        raise ConfigError(
+            f"{flag} {batch} gives {replicas} replicas less than one micro-batch each; give {per_step} or a multiple"
+        )
+    if per_step and batch and batch % per_step:
         raise ConfigError(
             f"{flag} {batch} is not a multiple of micro-batch size x replicas = "
             f"{per_step}, so no plan exists at the start; change one of them"
@@ -278,13 +287,15 @@ def _batch(args: argparse.Namespace) -> tuple[str, int | None]:
 
 
 def data_problems(args: argparse.Namespace) -> list[str]:
-    """A line for each data set that is not there; a data path may hold weights between the prefixes."""
+    """A line for each flag whose data sets are not there; it may hold weights between the prefixes."""
     lines = []
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        for prefix in getattr(args, name) or ():
-            if not _is_number(prefix) and "://" not in prefix and not Path(f"{prefix}.idx").is_file():
-                made = "make the data set with scripts/make_dataset.py"
-                lines.append(f"--{name.replace('_', '-')} {prefix}: {prefix}.idx does not exist; {made}")
+        prefixes = [each for each in getattr(args, name) or () if not _is_number(each) and "://" not in each]
+        lacking = [each for each in prefixes if not Path(f"{each}.idx").is_file()]
+        if lacking:
+            more = f", nor {len(lacking) - 1} more of {len(prefixes)}" if len(lacking) > 1 else ""
+            mend = "give prefixes of .bin and .idx files, which Megatron's tools/preprocess_data.py makes"
+            lines.append(f"--{name.replace('_', '-')} {lacking[0]}: {lacking[0]}.idx does not exist{more}; {mend}")
     return lines
 
 
@@ -332,7 +343,7 @@ def _check_batches(args: argparse.Namespace) -> None:
 def _check_logs(args: argparse.Namespace) -> None:
     """What stock Megatron finds on its last rank only."""
     if args.wandb_project and not (args.wandb_save_dir or args.save):
-        raise ConfigError("--wandb-project needs --wandb-save-dir or --save, to say where W&B keeps its files")
+        raise ConfigError("--wandb-project doesn't say where W&B keeps its files; give --wandb-save-dir or --save")
     if args.wandb_project and args.wandb_exp_name == "":
         raise ConfigError("--wandb-exp-name is empty; name the run, or leave it out")
     if args.use_pytorch_profiler and args.profile and not args.tensorboard_dir:

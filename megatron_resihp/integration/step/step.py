@@ -4,6 +4,7 @@
 Replaces `step` of the optimizer object by `agreed_step`. DESIGN contract 3.
 """
 
+import argparse
 import math
 import time
 from typing import Any
@@ -43,9 +44,9 @@ SAVE, SAVERS, LOST = 4, 5, 6
 ZEROS = 7
 COUNTERS_FROM = 8
 LOSSES_FROM = COUNTERS_FROM + len(SHARED_COUNTERS)
-EXPERTS_FROM = LOSSES_FROM + 2 * LOSS_SLOTS
-DOCUMENTS_FROM = EXPERTS_FROM + len(expert_metrics.NAMES)
-PREDICTIONS_FROM = DOCUMENTS_FROM + 2
+DOCUMENTS_FROM = LOSSES_FROM + 2 * LOSS_SLOTS
+EXPERTS_FROM = DOCUMENTS_FROM + 2
+"""From here on as many numbers as the job's flags ask for."""
 
 StepResult = tuple[bool, float | None, int | None]
 
@@ -156,15 +157,16 @@ def agree(runtime: Runtime, norm_squared: float, zeros: int = 0) -> Outcome:
     runtime.progress.documents = (float(values[DOCUMENTS_FROM]), float(values[DOCUMENTS_FROM + 1]))
     if not runtime.view.works:
         note_counters(runtime, values)
-    losses = tuple((total, tokens) for total, tokens in values[LOSSES_FROM:EXPERTS_FROM].view(LOSS_SLOTS, 2).tolist())
+    losses = tuple((total, tokens) for total, tokens in values[LOSSES_FROM:DOCUMENTS_FROM].view(LOSS_SLOTS, 2).tolist())
     norm, stop = None if skipped else math.sqrt(float(values[0])), bool(values[1] > 0)
     save = _to_save(runtime, values)
-    experts = tuple(values[EXPERTS_FROM:DOCUMENTS_FROM].tolist()) if runtime.job.args.num_experts else ()
+    predictions_from = EXPERTS_FROM + _width_of_experts(runtime)
     counted = runtime.job.args.log_num_zeros_in_grad and not skipped
     counted_zeros = round(float(values[ZEROS])) if counted else None
     return Outcome(
-        runtime.epoch, norm, losses, runtime.progress.loss_names, stop, skipped, experts, save, counted_zeros,
-        tuple(values[PREDICTIONS_FROM:].tolist()),
+        runtime.epoch, norm, losses, runtime.progress.loss_names, stop, skipped,
+        tuple(values[EXPERTS_FROM:predictions_from].tolist()), save, counted_zeros,
+        tuple(values[predictions_from:].tolist()),
     )  # fmt: skip
 
 
@@ -173,7 +175,7 @@ def tell_metrics(runtime: Runtime, outcome: Outcome) -> None:
     args = runtime.job.args
     micro_batches = args.global_batch_size // args.micro_batch_size
     if runtime.view.works and outcome.experts:
-        expert_metrics.tell_sums(outcome.experts, micro_batches, args.num_layers + (args.mtp_num_layers or 0))
+        expert_metrics.tell_sums(outcome.experts, micro_batches, _layers(args))
     if runtime.view.works and runtime.view.is_last_stage and outcome.predictions:
         prediction_metrics.tell_sums(outcome.predictions, micro_batches)
 
@@ -182,8 +184,9 @@ def _brought(
     runtime: Runtime, norm_squared: float, validation: ValidationOrder | None, change: PlanChange | None
 ) -> torch.Tensor:
     """What this worker adds to the reduction."""
-    depths = runtime.job.args.mtp_num_layers
-    values = torch.zeros(PREDICTIONS_FROM + prediction_metrics.width(depths), dtype=torch.float64)
+    args = runtime.job.args
+    depths, predictions_from = args.mtp_num_layers, EXPERTS_FROM + _width_of_experts(runtime)
+    values = torch.zeros(predictions_from + prediction_metrics.width(depths), dtype=torch.float64)
     values[0] = norm_squared
     values[1] = 1.0 if runtime.control.heard.stop_signal or is_time_up(runtime) else 0.0
     values[VALIDATION] = _number(validation)
@@ -201,13 +204,27 @@ def _brought(
     if runtime.progress.losses and runtime.view.is_last_stage and runtime.view.tp_rank == 0:
         _add_losses(runtime, values)
         if depths:
-            values[PREDICTIONS_FROM:] = torch.tensor(prediction_metrics.recorded(depths))
-    if runtime.job.args.num_experts:
+            values[predictions_from:] = torch.tensor(prediction_metrics.recorded(depths))
+    if args.num_experts:
         sharers = mpu.get_tensor_model_parallel_world_size() * runtime.view.plan.context_parallel
-        values[EXPERTS_FROM:DOCUMENTS_FROM] = torch.tensor(expert_metrics.recorded(sharers))
+        values[EXPERTS_FROM:predictions_from] = torch.tensor(expert_metrics.recorded(sharers, _logged_layers(args)))
     if runtime.mode.seen_documents is not None:
-        values[DOCUMENTS_FROM:PREDICTIONS_FROM] = runtime.mode.seen_documents
+        values[DOCUMENTS_FROM:EXPERTS_FROM] = runtime.mode.seen_documents
     return values
+
+
+def _width_of_experts(runtime: Runtime) -> int:
+    args = runtime.job.args
+    return expert_metrics.width(_logged_layers(args)) if args.num_experts else 0
+
+
+def _logged_layers(args: argparse.Namespace) -> int:
+    """How many layers' own sums are logged."""
+    return _layers(args) if args.moe_per_layer_logging else 0
+
+
+def _layers(args: argparse.Namespace) -> int:
+    return args.num_layers + (args.mtp_num_layers or 0)
 
 
 def _check_norm(runtime: Runtime, norm_squared: float) -> None:

@@ -31,18 +31,19 @@ def test_configurations_are_accepted_or_the_flags_that_keep_them_out_are_named(a
         {"name": "one", "group": "others", "args": [*PLAIN, "full", "--context-parallel-size", "2"]},
         {"name": "two", "group": "others", "args": ["--use-nccl-ub", "--context-parallel-size", "2", "--made-up"]},
         {"name": "none", "group": "others", "args": ["--num-layers", "many"]},
+        {"name": "own", "group": "others", "args": [*PLAIN, "full", "--made-up"]},
         {"name": "hybrid", "group": "official_hybrid", "args": []},
     ]
     found = acceptance.read_recipes("\n".join(map(json.dumps, recipes)))
-    assert found == acceptance.read_recipes(json.dumps(recipes)) == recipes[:4]
+    assert found == acceptance.read_recipes(json.dumps(recipes)) == recipes[:5]
     check = acceptance.checker()
     answers = [check(recipe["name"], recipe["args"]) for recipe in found]
-    assert [answer.accepted for answer in answers] == [True, False, False, False]
+    assert [answer.accepted for answer in answers] == [True, False, False, False, False]
     assert "invalid int value" in answers[3].unparsable
     assert acceptance.summary(answers) == {
-        "recipes": 4, "accepted": 1, "share": 0.25, "unparsable": 1,
-        "refused_by": {"--context-parallel-size": 2, "--made-up": 1, "--use-nccl-ub": 1},
-        "refused_by_alone": {"--context-parallel-size": 1},
+        "recipes": 5, "accepted": 1, "share": 0.2, "unparsable": 1,
+        "refused_by": {"--context-parallel-size": 2, "--made-up": 2, "--use-nccl-ub": 1},
+        "refused_by_alone": {"--context-parallel-size": 1, "--made-up": 1}, "only_unknown": 1,
     }  # fmt: skip
 
 

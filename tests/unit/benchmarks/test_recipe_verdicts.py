@@ -163,6 +163,12 @@ def test_survivors_of_a_job_with_context_parallelism_share_sequences_as_the_job_
         assert {len(stage) for replica in plan.replicas for stage in replica.stages} == {tensor}
 
 
+def test_what_survivors_change_to_is_never_what_they_run_already() -> None:
+    """One replica of all four that live: those that survive the second replica's loss of a worker are these, too."""
+    plan = sharing_replicas([0, 1, 2, 3, 4, 6, 7], 2, 2, Sharing(1, 1, 1), 8)
+    assert [replica.stages for replica in plan.replicas] == [((7, 6), (4, 3))]
+
+
 @pytest.mark.parametrize(("tensor", "pipeline", "sharers", "members"), [(2, 1, 2, 1), (1, 2, 2, 0), (4, 1, 1, 2)])
 def test_survivors_of_a_job_with_expert_parallelism_share_experts_as_the_job_does(
     tensor: int, pipeline: int, sharers: int, members: int

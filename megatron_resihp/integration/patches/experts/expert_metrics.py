@@ -24,37 +24,47 @@ def do_not_reduce(original: Callable[..., None]) -> Callable[..., None]:
     return sync_metrics
 
 
-def recorded(sharers: int) -> list[float]:
-    """What this worker has recorded in the iteration, by NAMES: sums over its micro-batches and layers.
+def width(layers: int) -> int:
+    """How many numbers `recorded` gives. `layers`: 0 if sums over all layers are enough."""
+    return len(NAMES) * max(layers, 1)
+
+
+def recorded(sharers: int, layers: int) -> list[float]:
+    """What this worker has recorded in the iteration, by NAMES: sums over its micro-batches, of each layer or of all.
 
     Args:
         sharers: how many workers have the same micro-batches and layers: tensor-parallel members, in all replicas that
             share sequences. Each of them records a part of a sum, or the mean over its own tokens.
+        layers: of the model; 0: the sum over all layers is enough.
     """
-    metrics = get_moe_metrics_tracker().metrics
-    return [_total(metrics[name], sharers) if name in metrics else 0.0 for name in NAMES]
+    metrics, found = get_moe_metrics_tracker().metrics, list[float]()
+    for name in NAMES:
+        found += _sums(metrics[name], sharers, layers) if name in metrics else [0.0] * max(layers, 1)
+    return found
 
 
-def _total(entry: MetricEntry, sharers: int) -> float:
-    return float(entry.values.sum()) / (1 if entry.avg_group is None else sharers)
+def _sums(entry: MetricEntry, sharers: int, layers: int) -> list[float]:
+    values = entry.values / (1 if entry.avg_group is None else sharers)
+    return values.tolist() if layers else [float(values.sum())]
 
 
 def tell_sums(sums: Sequence[float], micro_batches: int, layers: int) -> None:
     """Give Megatron's tracker the sums over all workers, so that it prints their mean over the global batch.
 
     Args:
-        sums: by NAMES.
+        sums: of what `recorded` gives.
         micro_batches: of the global batch.
         layers: of the model.
     """
-    tracker = get_moe_metrics_tracker()
-    for name, total in zip(NAMES, sums, strict=True):
-        if total:
+    tracker, own = get_moe_metrics_tracker(), len(sums) // len(NAMES)
+    for number, name in enumerate(NAMES):
+        totals = sums[number * own : (number + 1) * own]
+        if any(totals):
             tracker.ensure_initialized(name, layers)
             # The tracker adds up its layers and divides by what Megatron takes for the number of micro-batches.
             values = tracker.metrics[name].values
             values.zero_()
-            values[0] = total * get_num_microbatches() / micro_batches
+            values[:own] = values.new_tensor(totals) * (get_num_microbatches() / micro_batches)
 
 
 def forget() -> None:

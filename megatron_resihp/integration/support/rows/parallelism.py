@@ -148,7 +148,9 @@ _REPLICAS: Rows = joined(
         "the batch of an iteration must not depend on how many workers live",
         "leave it out: any number of replicas shares the batch",
     ),
-    refused("nccl_ub", "buffers are registered with communicators, and no recovery registers them again"),
+    refused(
+        "nccl_ub", "buffers are registered with communicators, and no recovery registers them anew", "leave it out"
+    ),
     without(
         "nccl_ub",
         "core.distributed.param_and_grad_buffer:_ParamAndGradBuffer",

@@ -76,6 +76,7 @@ def test_one_node_needs_no_port() -> None:
         ({"SLURM_NODEID": "2"}, "elsewhere", 2),
         ({"GROUP_RANK": "1", "SLURM_NODEID": "2"}, "elsewhere", 1),
         ({"PET_NODE_RANK": "3", "SLURM_NODEID": "2"}, "elsewhere", 3),
+        ({"JOB_COMPLETION_INDEX": "2"}, "elsewhere", 2),
         ({}, HEAD, 0),
     ],
 )
@@ -92,7 +93,18 @@ def test_a_rank_of_two_nodes_and_of_the_host() -> None:
     assert options(f"{words}4 --rdzv_conf is_host=1,join_timeout=900").node == 0
     assert options(f"{words}4 --rdzv_conf is_host=1,join_timeout=900").connect_timeout_s == 900.0
     assert options(f"{words}2").coordinator == Address(HEAD, 29400)
-    assert "give --node-rank RANK on each node, 0 at head" in refused(f"{words}4")
+    assert "give --node-rank RANK or PET_NODE_RANK on each node, 0 at head" in refused(f"{words}4")
+
+
+@pytest.mark.parametrize("name", ["SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"])
+def test_a_launcher_for_each_worker(name: str) -> None:
+    """As scripts for torchrun-less starts have it. Each launcher would start a job, or wait for another one's end."""
+    words = "--nproc-per-node 8 --nnodes 2 --rdzv-backend c10d --rdzv-endpoint head:1"
+    said = refused(words, {name: "3", "SLURM_NODEID": "1"})
+    assert said.startswith(f"this is not the first task of its node ({name}=3)") and "--ntasks-per-node=1" in said
+    assert "not the first task" in refused("", {name: "1"})
+    assert options(words, {name: "0", "SLURM_NODEID": "1"}).node == 1
+    assert options(f"{words} --node-rank 1", {name: "3"}).node == 1, "two nodes of a job on one machine"
 
 
 def test_more_nodes_may_come() -> None:

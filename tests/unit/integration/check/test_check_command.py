@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.training import arguments
 
 from megatron_resihp.integration.check import command
 from megatron_resihp.integration.check.findings import Findings
+from megatron_resihp.integration.check.unknown import FORMER
 
 LLAMA = """
     --use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
@@ -79,6 +81,28 @@ def test_every_refusal_at_once(look: Look) -> None:
     assert list(found.lines())[-1].startswith("resihp: the job would be refused: 5 reasons, see above")
 
 
+def test_flags_that_only_the_script_may_know(look: Look) -> None:
+    """Megatron's parser ends the job on those that it doesn't."""
+    found = look("--use-mpi --moe-type none --no-query-key-layer-scaling --tensor-model-paralel-size 2")
+    *_, last = found.lines()
+    assert found.let_in and last == (
+        "resihp: the job would be accepted if the script defines --moe-type, --no-query-key-layer-scaling, "
+        "--tensor-model-paralel-size and 1 more; no flag is changed"
+    )
+    assert found.unknown == (
+        "--moe-type",
+        "--no-query-key-layer-scaling (leave it out: nothing is scaled without --apply-query-key-layer-scaling)",
+        "--tensor-model-paralel-size (do you mean --tensor-model-parallel-size?)",
+        "--use-mpi",
+    ), "neither --rope-type nor --apply-query-key-layer-scaling nor --use-mup was meant"
+
+
+def test_former_flags_are_none_of_megatrons() -> None:
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    assert not FORMER.keys() & parser._option_string_actions.keys()
+    assert all(f"--{word}" in parser._option_string_actions for word in ["apply-query-key-layer-scaling"])
+
+
 @pytest.mark.parametrize("words", ["--attention-backend quick", "--attention-backend=quick"])
 def test_a_value_that_megatron_looks_up(look: Look, words: str) -> None:
     assert look(words).refusals == ("--attention-backend quick: no such value; see Megatron's --help",)
@@ -99,6 +123,12 @@ def test_what_megatrons_validation_fails_at(look: Look) -> None:
     assert refusal.startswith("Megatron refuses these flags: ")
 
 
+def test_a_flag_on_which_megatrons_validation_ends_the_script(look: Look) -> None:
+    (refusal,) = look("--checkpoint-activations").refusals
+    assert refusal.startswith("--checkpoint-activations ")
+    assert refusal.endswith(": Megatron no longer takes it; use --recompute-activations")
+
+
 def test_sizes_that_a_checkpoint_has(look: Look) -> None:
     found = look("--use-checkpoint-args --load saved --inprocess-restart")
     assert [refusal.split()[0] for refusal in found.refusals] == ["--inprocess-restart"]
@@ -113,6 +143,10 @@ def test_arguments_in_a_file(look: Look) -> None:
 def test_sizes_that_do_not_fit(look: Look) -> None:
     (refusal,) = look("--pipeline-model-parallel-size 16").refusals
     assert refusal.startswith("16 workers are not a multiple of TP x PP = 32, so no plan exists; start 32")
+    (refusal,) = look("--global-batch-size 4").refusals
+    assert refusal == ("--global-batch-size 4 gives 8 replicas less than one micro-batch each; give 8 or a multiple"), (
+        "Megatron would name a flag that nobody gave"
+    )
 
 
 def test_the_environment_of_a_launch_script(look: Look) -> None:
@@ -133,6 +167,10 @@ def test_data_may_be_elsewhere_and_a_tokenizer_is_not_opened(look: Look) -> None
     assert found.let_in, found.refusals
     assert any(note.startswith("not seen from here: --data-path /far") for note in found.notes)
     assert "the vocabulary is counted as 131,072 rows; only the tokenizer knows how many there are" in found.notes
+    blend = " ".join(f"{1 / 235} /far/document_{number}" for number in range(235))
+    blended = look(data=MOCK_DATA.replace("--mock-data", f"--data-path {blend}"))
+    (note,) = [each for each in blended.notes if "far" in each]
+    assert "/far/document_0.idx does not exist, nor 234 more of 235; give prefixes" in note
 
 
 def test_memory_that_does_not_suffice_keeps_no_job_out(look: Look) -> None:

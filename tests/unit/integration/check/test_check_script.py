@@ -22,6 +22,25 @@ def test_flags_and_defaults_of_a_script_and_of_what_it_imports(tmp_path: Path) -
     assert found.defaults == {"tokenizer_type": "GPT2BPETokenizer"}
 
 
+def test_modules_of_packages_and_of_other_folders(tmp_path: Path) -> None:
+    """Of Megatron's own, those that the script names: what they import is not the script's."""
+    files = {
+        "code/train.py": "from megatron.post.flags import add\nfrom own.flags import more\nimport own.models",
+        "code/megatron/post/flags.py": "import megatron.training.flags\nadd_argument(1)\np.add_argument('--post')",
+        "code/megatron/training/flags.py": "p.add_argument('--of-megatron')",
+        "path/own/flags.py": "from own.deeper import x\np.add_argument('--more')",
+        "path/own/deeper.py": "p.add_argument('--deeper')",
+        "path/own/models/__init__.py": "p.add_argument('--model')",
+        "path/own/idle.py": "p.add_argument('--idle')",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    script = tmp_path / "code" / "train.py"
+    assert read_script(script, [tmp_path / "path"]).added == {"--post", "--more", "--deeper", "--model"}
+    assert read_script(script).added == {"--post"}
+
+
 def test_a_script_that_cannot_be_read_tells_nothing(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("this is no Python")
     assert read_script(tmp_path / "train.py").added == read_script(tmp_path / "no.py").added == frozenset()

@@ -228,7 +228,7 @@ def test_arguments_are_checked_before_megatron_derives_others(check: Check) -> N
     [
         (["--resihp-inject", "kill:8@3"], ["--resihp-inject names worker 8", "0..7"]),
         (["--resihp-inject", "kill:3"], ["'kill:3' is not ACTION:WORKER@ITERATION"]),
-        (["--global-batch-size", "2"], ["--global-batch-size 2 gives 2 replicas less than one micro-batch", "raise"]),
+        (["--global-batch-size", "2"], ["--global-batch-size 2 gives 2 replicas less than one micro-batch", "give"]),
         (["--eval-global-batch-size", "2"], ["--eval-global-batch-size 2 gives 2 replicas"]),
         (["--wandb-exp-name", ""], ["--wandb-exp-name is empty", "name the run"]),
         (["--tensorboard-dir", ""], ["--use-pytorch-profiler needs --tensorboard-dir"]),
