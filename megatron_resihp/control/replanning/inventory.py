@@ -232,7 +232,9 @@ def _of_sharers(
 ) -> ParallelPlan:
     """The same of survivors that hold shares of experts and all the rest of a shard. What is a share of the experts
     only is of no use to a standby. `lost`: what no survivor has."""
-    exact = {each: coordinate_at(own, without_experts(held[each]), shape.tensor_parallel) for each in held}
+    plain = {shards: without_experts(shards) for shards in set(held.values())}
+    places = {shards: coordinate_at(own, shards, shape.tensor_parallel) for shards in set(plain.values())}
+    exact = {worker: places[plain[shards]] for worker, shards in held.items()}
     plan = plan_uniform(shape, exact, previous)
     if lost:
         first = lost[0]

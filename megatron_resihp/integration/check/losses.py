@@ -6,13 +6,14 @@ Pure. May import `control`'s planning, `cost`, `plan` and `planner`; not megatro
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_resihp.control.coordination.exposure import exposure, in_words
 from megatron_resihp.control.job_size import JobSize
-from megatron_resihp.control.replanning.inventory import Survivors, copied_experts, require_all_parts, shape_of
+from megatron_resihp.control.replanning.inventory import Held, Survivors, copied_experts, require_all_parts, shape_of
 from megatron_resihp.control.replanning.next_plan import uniform_or_less
 from megatron_resihp.cost.crossing import Crossing, crossing
 from megatron_resihp.cost.layers import Model
@@ -20,7 +21,7 @@ from megatron_resihp.cost.memory import memory_of
 from megatron_resihp.cost.room import gib, peak_of_change, usable
 from megatron_resihp.cost.running import UnknownCost, cost_of_job
 from megatron_resihp.cost.training import Training
-from megatron_resihp.plan import ParallelPlan, PlanError, spelled_out
+from megatron_resihp.plan import ParallelPlan, PlanError, Shard, spelled_out
 from megatron_resihp.planner import JobShape, NoPlanError, initial_plan
 from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.planning import KnownJob
@@ -102,16 +103,17 @@ def outlook(job: JobDescription, size: JobSize, arguments: Mapping[str, Any], fe
     said = in_words(size.nodes, exposure(shape, size.workers, job.pipeline_last, fewest), fewest)
     full = spelled_out(plan, job.chunks)
     following, without = dict[str, ParallelPlan](), dict[str, str]()
-    for name, lost in _single_losses(full, size):
-        held = {worker: full.shards_of(worker) for worker in full.members if worker not in lost}
+    by_keeper = copied_experts(plan, job.chunks, full.members, shape.node_of) if job.expert_copies else {}
+    everything = {worker: full.shards_of(worker) for worker in full.members}
+    for name, lost in _single_losses(everything, size, by_keeper):
+        held = {worker: shards for worker, shards in everything.items() if worker not in lost}
         if len(held) < fewest:
             without[name] = f"{len(held)} are left, fewer than --min-workers {fewest}"
             continue
         try:
             if job.distributed_optimizer:
                 require_all_parts(plan, held)
-            by_keeper = copied_experts(plan, job.chunks, held, shape.node_of) if job.expert_copies else {}
-            copied = tuple(shard for shards in by_keeper.values() for shard in shards)
+            copied = tuple(shard for keeper, shards in by_keeper.items() if keeper not in lost for shard in shards)
             survivors = Survivors(shape, job.chunks, held, plan, plan, job, dict(arguments), size.slots, copied=copied)
             following[name] = spelled_out(uniform_or_less(survivors)[0], job.chunks)
         except NoPlanError as error:
@@ -127,16 +129,31 @@ def outlook(job: JobDescription, size: JobSize, arguments: Mapping[str, Any], fe
     return Outlook(said, without, first, after, changing, capacity, sent)
 
 
-def _single_losses(full: ParallelPlan, size: JobSize) -> Iterator[tuple[str, frozenset[int]]]:
-    """Workers and nodes other than node 0, one of those that are alike: whose workers hold the same."""
-    workers = [(f"worker {worker}", frozenset([worker])) for worker in full.members]
+def _single_losses(everything: Held, size: JobSize, by_keeper: Held) -> Iterator[tuple[str, frozenset[int]]]:
+    """Workers and nodes other than node 0, one of those that are alike: their workers hold the same, whichever experts
+    these are, and as much of it is gone, or left in copies only.
+
+    Args:
+        everything: what each worker holds.
+        by_keeper: the copies of experts.
+    """
+    workers = [(f"worker {worker}", frozenset([worker])) for worker in everything]
     nodes = [(f"node {node}", frozenset(size.slots_on(node))) for node in range(1, size.nodes)]
+    holders = Counter(everything.values())
+    keepers = {shards: keeper for keeper, shards in by_keeper.items()}
     seen: set[tuple[Any, ...]] = set()
     for name, lost in [*workers, *nodes]:
-        kind = tuple(sorted(full.shards_of(worker) for worker in lost if worker in full.members))
+        held = Counter(everything[worker] for worker in lost if worker in everything)
+        gone = [shards for shards, count in held.items() if count == holders[shards]]
+        copied = sum(keepers.get(shards, min(lost)) not in lost for shards in gone)
+        kind = (tuple(sorted(map(_but_for_experts, held.elements()))), len(gone), copied)
         if kind not in seen:
             seen.add(kind)
             yield name, lost
+
+
+def _but_for_experts(shards: tuple[Shard, ...]) -> tuple[Shard, ...]:
+    return tuple(shard._replace(expert_rank=0) for shard in shards)
 
 
 def _sent(job: JobDescription, shape: JobShape, size: JobSize, model: Model, training: Training, fewest: int) -> Sent:
