@@ -424,15 +424,20 @@ IN_FP32 = [word for word in " ".join(COMMON).replace("--save out ", "").split() 
         "--expert-tensor-parallel-size 1", "--bf16", "--fp16", "--hidden-dropout 0.1 --moe-input-jitter-eps 0.1",
         "--moe-expert-capacity-factor 1", "--moe-router-load-balancing-type sinkhorn --moe-router-topk 1",
         "--moe-token-dispatcher-type allgather", "--pipeline-model-parallel-size 2",
-        "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 2",
+        pytest.param(
+            "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 2", marks=SINCE_019
+        ),
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", "--save out",
         "--save out --use-distributed-optimizer",
-        "--expert-tensor-parallel-size 1 --tensor-model-parallel-size 2 --sequence-parallel",
+        pytest.param(
+            "--expert-tensor-parallel-size 1 --tensor-model-parallel-size 2 --sequence-parallel", marks=SINCE_019
+        ),
         "--num-distributed-optimizer-instances 2 --use-distributed-optimizer",
         "--bf16 --fp8-format e4m3 --fp8-recipe blockwise",
     ],
 )  # fmt: skip
 def test_experts_may_be_shared(check: Check, command: str) -> None:
+    """The job's loss is one per token, which 0.18 weighs rightly with TP 1 only."""
     assert check(*IN_FP32, *EXPERTS, *ALONE, *command.split()).switched_on
 
 

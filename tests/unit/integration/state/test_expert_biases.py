@@ -291,6 +291,7 @@ def test_the_rule_for_quantiles_is_megatrons_however_micro_batches_are_dealt_out
     assert torch.allclose(router_of(ours).qb_beta, router_of(stock).qb_beta, atol=1e-6)
 
 
+@pytest.mark.since_megatron("0.19")
 def test_an_attempt_sums_quantiles_from_zero_in_32_bits() -> None:
     model = balanced(torch.ones(2, EXPERTS)).bfloat16()
     count_exactly([model])
