@@ -67,7 +67,7 @@ _LOADERS: Rows = joined(
         condition=one_of(
             None,
             "single",
-            mend="use single: cyclic's order follows the number of replicas, and an external loader can't be rewound",
+            mend="cyclic's order follows the number of replicas, and an external loader can't be rewound; use single",
         ),
     ),
     without(

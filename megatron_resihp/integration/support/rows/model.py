@@ -147,7 +147,7 @@ _RECOMPUTED: Rows = joined(
             "layernorm",
             "mla_up_proj",
             "moe_act",
-            mend="recompute other modules; no test covers gdn_norm_out",
+            mend="no test covers gdn_norm_out; recompute other modules",
         ),
         device="GPU: moe_act is of Transformer Engine's grouped layers",
     ),

@@ -30,7 +30,7 @@ ROWS: Rows = joined(
         "loss_scale",
         condition=Together(
             lambda values: values["fp16"] or values["bf16"],
-            "leave it out: in 32 bits only Megatron's distributed optimizer scales losses, and not every plan has it",
+            "in 32 bits only Megatron's distributed optimizer scales losses, and not every plan has it; leave it out",
         ),
     ),
     kernel("core.optimizer:_get_megatron_optimizer_based_on_param_groups", "min_loss_scale"),
