@@ -64,9 +64,9 @@ ROWS: Rows = joined(
         "expert_tensor_parallel_size",
         condition=Together(
             _shares_whole_stages,
-            "plans count those that share experts by replicas, and without experts it does nothing, which is not tested "
-            "beside --num-distributed-optimizer-instances; with experts, let it divide --tensor-model-parallel-size, and "
-            "that divide its product with --expert-model-parallel-size",
+            "plans count those that share experts by replicas, and without experts it does nothing, which is not "
+            "tested beside --num-distributed-optimizer-instances; with experts, let it divide "
+            "--tensor-model-parallel-size, and that divide its product with --expert-model-parallel-size",
         ),
     ),
 )
