@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of stock Megatron under torchrun, with all digits of what they log, to compare jobs with."""
+"""Runs of stock Megatron to compare jobs with, of workers that are forked as those of other jobs are."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jobs import FP32, WISHING, Job, Jobs, Tolerance, check_samples, environment_of, tiny
+from jobs import FP32, WISHING, Job, Jobs, Tolerance, check_samples, tiny
 
 from megatron_resihp.report.run.summary import compare
 
@@ -17,30 +17,28 @@ Steps = dict[int, tuple[float, float]]
 """Loss and gradient norm of each iteration."""
 
 NOTING = Path(__file__).with_name("noting_gpt.py")
-STOCK_S = 240
 LARGE_JOB_S = 300.0
 """For a job of eight workers."""
 OURS: dict[str, Any] = {"resihp": False, "resihp_record_samples": False, "resihp_record_digests": False}
 
 
-def stock_steps(directory: Path, workers: int, script: Path = NOTING, **flags: Any) -> Steps:
+def stock_steps(jobs: Jobs, workers: int, script: Path = NOTING, **flags: Any) -> Steps:
     """What stock Megatron trains, without this package's flags, on the data of the other jobs. `script`: notes as
     noting_gpt.py does."""
-    notes = directory / "notes"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
-    finished = subprocess.run(
-        [*launcher, str(script), *tiny(**flags | OURS)], env=environment_of(script) | {"NOTES": str(notes)},
-        capture_output=True, text=True, timeout=STOCK_S,
-    )  # fmt: skip
-    assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
-    return _read(notes)
+    return _read(_stock(jobs, workers, script, flags).run_dir / "notes")
 
 
-def forked_stock_steps(jobs: Jobs, workers: int, script: Path = NOTING, **flags: Any) -> Steps:
-    """The same of workers that are forked as other jobs' are, in a fraction of the time."""
+def stock_losses(jobs: Jobs, script: Path, workers: int, **flags: Any) -> dict[int, float]:
+    """The losses that it prints, of any script. Each stands for the iterations since the line before."""
+    job = _stock(jobs, workers, script, flags)
+    lines = re.findall(r"iteration +(\d+)/.* lm loss: (\S+) ", "".join(map(job.log, range(workers))))
+    return {int(number): float(loss) for number, loss in lines}
+
+
+def _stock(jobs: Jobs, workers: int, script: Path, flags: Mapping[str, Any]) -> Job:
     job = jobs.run(tiny(**flags | OURS), workers=workers, script=script, without_plugin=True)
     assert job.code == 0, job.tails()
-    return _read(job.run_dir / "notes")
+    return job
 
 
 def _read(notes: Path) -> Steps:
@@ -63,7 +61,7 @@ def like_stock(
     jobs: Jobs, *injections: str, layout: dict[str, Any], workers: int = 4, tolerance: Tolerance = FP32, **extra: Any
 ) -> Job:
     """A job that loses workers, compared with stock Megatron, which loses none."""
-    stock = forked_stock_steps(jobs, workers, **layout)
+    stock = stock_steps(jobs, workers, **layout)
     job = jobs.start(tiny(**layout, **extra, resihp_inject=injections or None), workers=workers).wait(LARGE_JOB_S)
     assert job.code == 0, job.tails()
     check_like_stock(job, stock, tolerance)
@@ -78,7 +76,7 @@ def like_stock_and_back(
 ) -> Job:  # fmt: skip
     """A job that loses a worker, its last one unless `kill` says otherwise, and gets it back, compared likewise.
     `script`: notes and has wishes."""
-    stock = forked_stock_steps(jobs, workers, script or NOTING, **layout)
+    stock = stock_steps(jobs, workers, script or NOTING, **layout)
     arguments = tiny(**layout, resihp_inject=kill or f"kill:{workers - 1}@3")
     job = jobs.start(arguments, workers=workers, max_restarts=1, script=script or WISHING, wishes=["hold-0-7"])
     job.await_event("worker_waiting", waiting=2 * workers - 1)
@@ -91,6 +89,6 @@ def like_stock_and_back(
 
 def check_that_training_shows(jobs: Jobs, workers: int, layout: dict[str, Any]) -> None:
     """The negative control of comparisons: a job that learns next to nothing differs from one that learns."""
-    stock, other = (forked_stock_steps(jobs, workers, **layout | rate) for rate in ({}, {"lr": 1e-9, "min_lr": 0}))
+    stock, other = (stock_steps(jobs, workers, **layout | rate) for rate in ({}, {"lr": 1e-9, "min_lr": 0}))
     difference = compare(losses_of(stock), losses_of(other))
     assert difference is not None and difference > 100 * FP32.loss

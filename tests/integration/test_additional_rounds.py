@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from jobs import BF16, BIASED, DROPOUT, FP32, Job, Jobs, Tolerance, ask_at, check_samples, check_training, tiny
-from stock_runs import LARGE_JOB_S, check_like_stock, forked_stock_steps
+from stock_runs import LARGE_JOB_S, check_like_stock, stock_steps
 from test_expert_biases import RECOMPUTED
 from test_expert_parallelism import (
     DROPPING,
@@ -59,7 +59,7 @@ def dealt(replicas: Sequence[Sequence[Sequence[int]]], hands: Sequence[tuple[int
 def test_three_survivors_of_four_that_share(jobs: Jobs) -> None:
     """None of them waits. The lost worker's experts are made of copies of its part of the optimizer's state."""
     layout = FOUR | OPTIMIZER
-    stock = forked_stock_steps(jobs, WORKERS, **layout)
+    stock = stock_steps(jobs, WORKERS, **layout)
     job = jobs.run(tiny(**layout, resihp_inject="kill:3@3:backward"), workers=WORKERS)
     check_like_stock(job, stock)
     check_samples(job)
@@ -87,7 +87,7 @@ def test_a_change_there_and_back(
     jobs: Jobs, tmp_path: Path, replicas: Any, layout: dict[str, Any], tolerance: Tolerance
 ) -> None:
     layout, workers = SHARED | layout, len(replicas) * sum(map(len, replicas[0]))
-    stock = forked_stock_steps(jobs, workers, **layout)
+    stock = stock_steps(jobs, workers, **layout)
     hands = HANDS if len(replicas) == len(HANDS) else ((0, 1, 3, 4, 7), (2, 5, 6))
     asked = ask_at(tmp_path, (dealt(replicas, hands), 2), (shared_by(2, replicas), 6))
     job = jobs.start(tiny(**layout, resihp_plan=asked), workers=workers).wait(LARGE_JOB_S)

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from jobs import BF16, FP32, PRETRAIN, Job, Jobs, Tolerance, ask_at, check_training, flags, tiny
 from launched import children
-from test_checkpoints import FUSED, change_to, stock_losses
+from stock_runs import stock_losses
+from test_checkpoints import FUSED, change_to
 from test_leaks import UNLIKE, check_flat, resources
 from test_plans import MODEL, UNIFORM_LAYOUT
 
@@ -126,11 +127,11 @@ def test_stock_megatron_goes_on_from_the_save_that_follows(
     assert len(job.summary.deaths) == 1 and dropped(job) == [6]
     assert told(job) == [3, 8, 9, 12] and tracker(ours) == 12
     assert kept(ours) == [12], "older ones are removed, but for multiples of 6"
-    stock_losses(script, 4, **model, **saving, save=stock)
+    stock_losses(jobs, script, 4, **model, **saving, save=stock)
     assert tracker(stock) == 12
-    first, second = (stock_losses(script, 2, **model, load=path) for path in (ours, stock))
+    first, second = (stock_losses(jobs, script, 2, **model, load=path) for path in (ours, stock))
     assert first == pytest.approx(second, rel=tolerance.loss) and sorted(first) == list(range(13, 19))
-    unlike = stock_losses(script, 2, **model, load=stock, no_load_optim=True)
+    unlike = stock_losses(jobs, script, 2, **model, load=stock, no_load_optim=True)
     assert max(abs(unlike[n] / loss - 1) for n, loss in second.items()) > 10 * tolerance.loss
 
 

@@ -36,7 +36,7 @@ def test_a_schedule_of_one_size_trains_as_that_size_does(jobs: Jobs, tmp_path: P
     model = SAMPLES | SCHEDULE
     words = ask_for(tmp_path, *plans, every=3)
     job = jobs.run(tiny(**model, resihp_plan=words, resihp_inject="kill:3@1:backward"), workers=4)
-    expected = stock_steps(tmp_path, 4, **model)
+    expected = stock_steps(jobs, 4, **model)
     check_like_stock(job, expected)
     assert len(expected) == 11
     assert are_heterogeneous(job) == [False, False, True, False]

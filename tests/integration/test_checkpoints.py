@@ -4,16 +4,13 @@
 from __future__ import annotations
 
 import json
-import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from jobs import BF16, EXPERTS, FP32, LINEAR, PRETRAIN, Job, Jobs, Tolerance, environment_of, tiny
-from nursery import MOCK_DATA_SIZE
+from jobs import BF16, EXPERTS, FP32, LINEAR, PRETRAIN, Job, Jobs, Tolerance, tiny
+from stock_runs import stock_losses
 from test_plans import FOUR, LLAMA, MODEL, PREDICTIONS, UNIFORM_LAYOUT
 from torch.distributed import checkpoint as checkpoints
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -24,7 +21,6 @@ from megatron_resihp.integration.emergency.contents import found_groups
 SAVED = 6
 """Halfway, four iterations after the change of plan."""
 LATER = 10
-STOCK_S = 200.0
 FUSED = Path(__file__).with_name("fused_gpt.py")
 """Megatron loads a distributed optimizer's checkpoint only if that counts steps as this script's does."""
 SHARED: dict[str, Any] = {"use_distributed_optimizer": True}
@@ -107,28 +103,8 @@ def test_stock_megatron_goes_on_in_another_layout(jobs: Jobs, tmp_path: Path) ->
     reference = jobs.reference(tiny(**MODEL | UNIFORM_LAYOUT), workers=4)
     save(jobs, tmp_path, **change_to("TP 2 and 1", tmp_path, 2))
     # Padded entries of the vocabulary take part in the loss, and Megatron pads to a multiple of TP times this.
-    losses = stock_losses(PRETRAIN, 1, **MODEL, make_vocab_size_divisible_by=256, load=tmp_path / "saved")
+    losses = stock_losses(jobs, PRETRAIN, 1, **MODEL, make_vocab_size_divisible_by=256, load=tmp_path / "saved")
     assert losses == pytest.approx(as_stock_says(rest_of(reference)), rel=1e-5)
-
-
-def stock_losses(script: Path, workers: int, **flags: Any) -> dict[int, float]:
-    """What Megatron itself says, under torchrun, without this package's flags, on the data of the other jobs."""
-    ours = {"resihp": False, "resihp_record_samples": False, "resihp_record_digests": False}
-    code = f"""
-import megatron_resihp, runpy
-megatron_resihp.enable()
-from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
-MockGPTLowLevelDataset.size = {MOCK_DATA_SIZE}
-runpy.run_path({str(script)!r}, run_name="__main__")
-"""
-    log = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers),
-         "--no-python", sys.executable, "-c", code, *tiny(**flags | ours)],
-        env=environment_of(script), capture_output=True, text=True, timeout=STOCK_S,
-    )  # fmt: skip
-    assert log.returncode == 0, log.stdout[-3000:] + log.stderr[-3000:]
-    lines = re.findall(r"iteration +(\d+)/.* lm loss: (\S+) ", log.stdout)
-    return {int(n): float(loss) for n, loss in lines}
 
 
 def as_stock_says(losses: dict[int, float]) -> dict[int, float]:
@@ -169,7 +145,7 @@ def test_with_a_distributed_optimizer_and_without_it(
     save(jobs, tmp_path, **model, **SHARED, **change_to(name, tmp_path, 2))
     model = MODEL | model | {"load": tmp_path / "saved"}
     other = SHARED | {"tensor_model_parallel_size": 1, "sequence_parallel": False, "make_vocab_size_divisible_by": 256}
-    losses = stock_losses(FUSED, 2, **model | other)
+    losses = stock_losses(jobs, FUSED, 2, **model | other)
     assert losses == pytest.approx(as_stock_says(expected), rel=tolerance.loss)
     job = jobs.run(tiny(**model | UNIFORM_LAYOUT), workers=4)
     assert job.code == 0, job.tails()
@@ -239,7 +215,7 @@ def test_a_distributed_optimizer_s_checkpoint_is_loaded_and_saved_under_an_unlik
     assert len(job.events("epoch_started")) == 2, job.tails()
     until = {n: loss for n, loss in expected.items() if n <= LATER}
     assert job.summary.loss == pytest.approx(until, rel=tolerance.loss)
-    losses = stock_losses(FUSED, 4, **layout | {"load": tmp_path / "later"})
+    losses = stock_losses(jobs, FUSED, 4, **layout | {"load": tmp_path / "later"})
     rest = {n: loss for n, loss in expected.items() if n > LATER}
     assert losses == pytest.approx(as_stock_says(rest), rel=tolerance.loss)
 

@@ -13,12 +13,13 @@ from jobs import BF16, FP32, PRETRAIN, Job, Jobs, Tolerance, ask_at, check_sampl
 from stock_runs import (
     check_like_stock,
     check_that_training_shows,
-    forked_stock_steps,
     like_stock,
     like_stock_and_back,
     losses_of,
+    stock_losses,
+    stock_steps,
 )
-from test_checkpoints import FUSED, as_stock_says, stock_losses
+from test_checkpoints import FUSED, as_stock_says
 from test_emergency import emergency
 from test_recovery_points import evaluations
 
@@ -54,7 +55,7 @@ def test_training_shows_in_the_losses(jobs: Jobs) -> None:
 def test_a_shared_sequence_is_trained_as_a_whole_one(jobs: Jobs) -> None:
     """The stand-in's attention: stock Megatron with and without context parallelism."""
     layout = SHARED | GROUPED | {"global_batch_size": 4}
-    whole, shared = (forked_stock_steps(jobs, WORKERS, **layout | {"context_parallel_size": n}) for n in (1, 2))
+    whole, shared = (stock_steps(jobs, WORKERS, **layout | {"context_parallel_size": n}) for n in (1, 2))
     for number in whole:
         assert shared[number] == pytest.approx(whole[number], rel=FP32.loss)
 
@@ -112,7 +113,7 @@ def test_groups_of_groups(jobs: Jobs) -> None:
         "context_parallel_size": 4, "hierarchical_context_parallel_sizes": [2, 2], "cp_comm_type": "a2a+p2p",
         "global_batch_size": 4,
     }  # fmt: skip
-    stock = forked_stock_steps(jobs, 2 * WORKERS, **layout)
+    stock = stock_steps(jobs, 2 * WORKERS, **layout)
     job = jobs.run(tiny(**layout, resihp_inject="kill:2@4"), workers=2 * WORKERS)
     check_like_stock(job, stock)
     check_samples(job)
@@ -138,18 +139,18 @@ def test_evaluation(jobs: Jobs) -> None:
 def test_a_checkpoint_of_a_smaller_degree(jobs: Jobs, tmp_path: Path, layout: dict[str, Any]) -> None:
     """Stock Megatron goes on from it under the job's own degree."""
     saved = SHARED | layout | ({"dist_ckpt_optim_fully_reshardable": True} if layout else {})
-    stock = losses_of(forked_stock_steps(jobs, WORKERS, **SHARED | layout))
+    stock = losses_of(stock_steps(jobs, WORKERS, **SHARED | layout))
     saving = {"save": tmp_path / "saved", "save_interval": 6, "exit_interval": 6}
     job = jobs.run(tiny(**saved | saving, resihp_inject="kill:3@3"), workers=WORKERS)
     assert job.code == 0 and degrees(job) == [(2, 4), (1, 3)], job.tails()
-    losses = stock_losses(FUSED if layout else PRETRAIN, WORKERS, **saved | {"load": tmp_path / "saved"})
+    losses = stock_losses(jobs, FUSED if layout else PRETRAIN, WORKERS, **saved | {"load": tmp_path / "saved"})
     assert losses == pytest.approx(as_stock_says({number: stock[number] for number in (7, 8, 9)}), rel=FP32.loss)
 
 
 @pytest.mark.parametrize("layout", [{}, TENSOR, OPTIMIZER], ids=["plain", "tensor", "optimizer"])
 def test_what_survivors_saved_is_gone_on_from(jobs: Jobs, layout: dict[str, Any]) -> None:
     """They are too few for the user, and save what they have; the job goes on from that under its own degree."""
-    stock = losses_of(forked_stock_steps(jobs, WORKERS, **SHARED | layout))
+    stock = losses_of(stock_steps(jobs, WORKERS, **SHARED | layout))
     script = FUSED if "use_distributed_optimizer" in layout else PRETRAIN
     model = tiny(**SHARED | layout)
     lost = jobs.run([*model, "--resihp-inject", "kill:3@4"], workers=WORKERS, min_workers=WORKERS, script=script)

@@ -16,9 +16,9 @@ from stock_runs import (
     NOTING,
     Steps,
     check_like_stock,
-    forked_stock_steps,
     like_stock_and_back,
     losses_of,
+    stock_steps,
 )
 from test_distributed_optimizer import FEWER, UNLIKE
 from test_expert_parallelism import SHARED as EXPERTS
@@ -74,7 +74,7 @@ def stock(jobs: Jobs) -> Stock:
     def steps(layout: dict[str, Any]) -> Steps:
         key = repr(sorted(layout.items()))
         if key not in known:
-            known[key] = forked_stock_steps(jobs, 4, **{"script": NOTING} | script_of(layout), **layout)
+            known[key] = stock_steps(jobs, 4, **{"script": NOTING} | script_of(layout), **layout)
         return known[key]
 
     return steps
@@ -162,7 +162,7 @@ def test_the_state_after_a_death_is_bit_for_bit_the_one_without(
 
 def check_that_stock_goes_on(jobs: Jobs, losses: dict[int, float], layout: dict[str, Any], workers: int) -> None:
     script = {"script": NOTING} | script_of(layout)
-    found = losses_of(forked_stock_steps(jobs, workers, **script, **layout))
+    found = losses_of(stock_steps(jobs, workers, **script, **layout))
     assert found == pytest.approx({n: loss for n, loss in losses.items() if n > SAVED}, rel=BF16.loss)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from jobs import FP32, Jobs
-from stock_runs import forked_stock_steps, like_stock_and_back
+from stock_runs import like_stock_and_back, stock_steps
 from test_expert_parallelism import OPTIMIZER, SHARED, degrees
 
 from megatron_resihp.report.run.summary import compare
@@ -35,6 +35,6 @@ def test_rounding_shows(jobs: Jobs) -> None:
     """The negative control: norms of gradients are others without it."""
     layout = EXPERTS | {"train_iters": 6}
     wide = layout | {"fp8_format": None, "fp8_recipe": None}
-    rounded, whole = (forked_stock_steps(jobs, 4, ROUNDED, **each) for each in (layout, wide))
+    rounded, whole = (stock_steps(jobs, 4, ROUNDED, **each) for each in (layout, wide))
     difference = compare(*({number: norm for number, (_, norm) in each.items()} for each in (rounded, whole)))
     assert difference is not None and difference > 10 * FP32.norm

@@ -11,7 +11,7 @@ from typing import Any, Final
 import pytest
 import torch
 from jobs import BIASED, FP32, Job, Jobs, Tolerance, ask_for, check_training, tiny
-from stock_runs import check_like_stock, forked_stock_steps, losses_of
+from stock_runs import check_like_stock, losses_of, stock_steps
 from test_plan_failures import are_heterogeneous
 from test_plans import stages
 from test_query_groups import plan
@@ -78,7 +78,7 @@ def test_a_death_and_other_degrees(jobs: Jobs, tmp_path: Path, model: dict[str, 
     job = jobs.run(tiny(**model, save=ours, resihp_plan=words, resihp_inject=injection), workers=4)
     check_training(job, jobs.reference(tiny(**model), workers=4), tolerance)
     assert are_heterogeneous(job) == [False, False, True, False]
-    check_like_stock(job, forked_stock_steps(jobs, 4, **model, save=stocks), tolerance)
+    check_like_stock(job, stock_steps(jobs, 4, **model, save=stocks), tolerance)
     if tolerance is ROUTED:
         return
     check_biases(ours, stocks)
@@ -105,14 +105,14 @@ def test_biases_that_follow_quantiles(jobs: Jobs, tmp_path: Path, model: dict[st
     model, ours, stocks = BY_QUANTILES | model, tmp_path / "ours", tmp_path / "stock"
     job = jobs.run(tiny(**model, save=ours, resihp_plan=words, resihp_inject=injection), workers=4)
     assert are_heterogeneous(job) == [False, False, True, False]
-    check_like_stock(job, forked_stock_steps(jobs, 4, **model, save=stocks))
+    check_like_stock(job, stock_steps(jobs, 4, **model, save=stocks))
     found, expected = (biases(path, "qb_beta") for path in (ours, stocks))
     assert found.keys() == expected.keys() and len(found) == 4, "two layers for each TP rank"
     for name, bias in found.items():
         assert bias.dtype == torch.float32 and torch.allclose(bias, expected[name], rtol=1e-4, atol=1e-6), name
         assert float(bias.abs().max()) > 1e-2, "the scores' quantiles differ"
     # The control: without biases other experts get the tokens.
-    unbiased = forked_stock_steps(jobs, 4, **model | {"moe_router_load_balancing_type": "none"})
+    unbiased = stock_steps(jobs, 4, **model | {"moe_router_load_balancing_type": "none"})
     assert (compare(job.summary.loss, losses_of(unbiased)) or 0) > 10 * FP32.loss
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from jobs import BF16, FP32, Job, Jobs, Tolerance, check_samples, tiny
-from stock_runs import check_like_stock, forked_stock_steps, like_stock_and_back
+from stock_runs import check_like_stock, like_stock_and_back, stock_steps
 from test_expert_parallelism import OPTIMIZER, SHARED, check_gone_on_from, degrees
 from test_nodes import FUSED
 
@@ -33,7 +33,7 @@ def test_the_last_of_a_pair_goes_on_with_the_other_ones_experts(
     jobs: Jobs, layout: dict[str, Any], tolerance: Tolerance
 ) -> None:
     layout = SHARED | layout
-    stock = forked_stock_steps(jobs, PAIR, **layout)
+    stock = stock_steps(jobs, PAIR, **layout)
     healthy = jobs.start(tiny(**layout), workers=PAIR).wait(JOB_S)
     check_like_stock(healthy, stock, tolerance)
     assert keepers(healthy) == {0: 1, 1: 0}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from jobs import BF16, DROPOUT, FP32, PRETRAIN, Job, Jobs, Tolerance, check_samples, check_training, tiny
-from stock_runs import LARGE_JOB_S, NOTING, check_like_stock, forked_stock_steps, like_stock_and_back
+from stock_runs import LARGE_JOB_S, NOTING, check_like_stock, like_stock_and_back, stock_steps
 from test_expert_parallelism import (
     MEMBERS,
     OPTIMIZER,
@@ -77,7 +77,7 @@ def test_a_change_there_and_back_and_a_death(
 ) -> None:
     layout, workers = OVERLAPPED | layout, len(replicas) * sum(map(len, replicas[0]))
     mine, stocks = (PRETRAIN, NOTING) if "bf16" in layout else (SCRIPT, SCRIPT)
-    stock = forked_stock_steps(jobs, workers, stocks, **layout)
+    stock = stock_steps(jobs, workers, stocks, **layout)
     asked = there_and_back(tmp_path, replicas, 1 if layout["expert_model_parallel_size"] > 2 else 0)
     job = jobs.start(tiny(**layout, **asked), workers=workers, script=mine).wait(LARGE_JOB_S)
     check_like_stock(job, stock, tolerance)

@@ -30,11 +30,12 @@ from stock_runs import (
     NOTING,
     check_like_stock,
     check_that_training_shows,
-    forked_stock_steps,
     like_stock_and_back,
     losses_of,
+    stock_losses,
+    stock_steps,
 )
-from test_checkpoints import FUSED, as_stock_says, stock_losses
+from test_checkpoints import FUSED, as_stock_says
 from test_emergency import emergency
 from test_expert_biases import ROUTED
 
@@ -144,7 +145,7 @@ def test_a_change_there_and_back_and_a_death(
     jobs: Jobs, tmp_path: Path, replicas: Any, layout: dict[str, Any], tolerance: Tolerance
 ) -> None:
     layout, workers = SHARED | layout, len(replicas) * sum(map(len, replicas[0]))
-    stock = forked_stock_steps(jobs, workers, **layout)
+    stock = stock_steps(jobs, workers, **layout)
     members = 1 if layout["expert_model_parallel_size"] > 2 else 0
     asked = there_and_back(tmp_path, replicas, members)
     job = jobs.start(tiny(**layout, **asked), workers=workers).wait(LARGE_JOB_S)
@@ -167,7 +168,7 @@ def test_what_stock_megatron_draws_or_skips_otherwise(jobs: Jobs, tmp_path: Path
 def test_the_last_two_share_and_keep_copies_of_each_others_experts(jobs: Jobs) -> None:
     """The last one goes on with the other's experts, which it has copies of only."""
     layout = SHARED | OPTIMIZER
-    stock = forked_stock_steps(jobs, WORKERS, **layout)
+    stock = stock_steps(jobs, WORKERS, **layout)
     deaths = ["kill:1@3:gather", "kill:2@6:step", "kill:3@8:backward"]
     job = jobs.run(tiny(**layout, resihp_inject=deaths), workers=WORKERS)
     check_like_stock(job, stock)
@@ -179,7 +180,7 @@ def test_an_instance_of_the_optimizer_dies_whole(jobs: Jobs) -> None:
     """The other one has all of the state, and owners keep no copies as long as it does."""
     pytest.importorskip("einops", reason="einops is not installed: Megatron makes the groups of instances with it")
     layout = SHARED | INSTANCES
-    stock = forked_stock_steps(jobs, WORKERS, **layout)
+    stock = stock_steps(jobs, WORKERS, **layout)
     whole, job = (
         jobs.run(tiny(**layout, resihp_inject=deaths), workers=WORKERS)
         for deaths in (None, ["kill:0@3:step", "kill:1@3:step"])
@@ -215,7 +216,7 @@ def test_a_checkpoint_of_a_smaller_degree(
     jobs: Jobs, tmp_path: Path, layout: dict[str, Any], tolerance: Tolerance
 ) -> None:
     """Stock Megatron goes on from it under the job's own degree, and so does a job that then shares no experts."""
-    stock = losses_of(forked_stock_steps(jobs, WORKERS, **SHARED | layout))
+    stock = losses_of(stock_steps(jobs, WORKERS, **SHARED | layout))
     path = tmp_path / "saved"
     saving = {"save": path, "save_interval": 6, "exit_interval": 6}
     job = jobs.run(tiny(**SHARED | layout | saving, resihp_inject="kill:3@3"), workers=WORKERS)
@@ -223,7 +224,7 @@ def test_a_checkpoint_of_a_smaller_degree(
     expected = {number: stock[number] for number in (7, 8, 9)}
     loading = SHARED | layout | {"load": path, "ckpt_format": "torch_dist"}
     script = FUSED if "use_distributed_optimizer" in layout else PRETRAIN
-    losses = stock_losses(script, WORKERS, **loading)
+    losses = stock_losses(jobs, script, WORKERS, **loading)
     assert losses == pytest.approx(as_stock_says(expected), rel=tolerance.loss)
     alone = ask_at(tmp_path, (shared_by(1, WORKER), 7))
     job = jobs.run(tiny(**loading, resihp_plan=alone), workers=WORKERS, script=script)
@@ -243,7 +244,7 @@ def check_gone_on_from(
     assert found is not None and found[1] == 3
     again = jobs.run([*tiny(**layout), *flags(found[0])], workers=workers, script=scripts[0])
     assert again.code == 0, again.tails()
-    stock = losses_of(forked_stock_steps(jobs, workers, scripts[1], **layout))
+    stock = losses_of(stock_steps(jobs, workers, scripts[1], **layout))
     assert again.summary.loss == pytest.approx({n: stock[n] for n in range(4, 10)}, rel=tolerance.loss)
 
 
@@ -265,7 +266,7 @@ def test_members_of_one_replica_that_share_experts(jobs: Jobs, layout: dict[str,
     """As two pairs: those of a pair have parts of the same experts, in each replica. A replica is lost, and comes back
     with the worker."""
     layout = SHARED | TENSOR | layout | {"tensor_model_parallel_size": 4, "train_iters": 14}
-    stock = forked_stock_steps(jobs, 2 * WORKERS, **layout)
+    stock = stock_steps(jobs, 2 * WORKERS, **layout)
     arguments = tiny(**layout, resihp_inject="kill:5@3")
     job = jobs.start(arguments, workers=2 * WORKERS, max_restarts=1, script=WISHING, wishes=["hold-0-7"])
     job.await_event("worker_waiting", waiting=13)
@@ -294,7 +295,7 @@ def test_without_experts_their_tensor_parallel_size_does_nothing(
     jobs: Jobs, workers: int, layout: dict[str, Any]
 ) -> None:
     layout = {"train_iters": 9, "global_batch_size": 8, "expert_tensor_parallel_size": 1} | layout
-    stock = forked_stock_steps(jobs, workers, **layout)
+    stock = stock_steps(jobs, workers, **layout)
     job = jobs.run(tiny(**layout, resihp_inject="kill:1@3"), workers=workers)
     check_like_stock(job, stock)
     check_samples(job)

@@ -27,14 +27,14 @@ pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> Stock:
+def stock(jobs: Jobs) -> Stock:
     """What stock Megatron trains with such layers; run once for each model."""
     known: dict[str, Steps] = {}
 
     def steps(workers: int, **flags: Any) -> Steps:
         key = f"{workers} {sorted(flags.items())}"
         if key not in known:
-            known[key] = stock_steps(tmp_path_factory.mktemp("stock"), workers, ENGINE, **flags)
+            known[key] = stock_steps(jobs, workers, ENGINE, **flags)
         return known[key]
 
     return steps

@@ -116,4 +116,4 @@ def test_weight_gradients_of_the_head_after_the_pipeline(
     job = jobs.run(tiny(**model, resihp_inject="kill:2@3:backward", resihp_plan=plans), workers=workers)
     check_training(job, jobs.reference(tiny(**model), workers=workers))
     assert are_heterogeneous(job) == ([False, False, True, False] if plans else [False, False])
-    check_like_stock(job, stock_steps(tmp_path, workers, **model | AT_ONCE))
+    check_like_stock(job, stock_steps(jobs, workers, **model | AT_ONCE))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from jobs import BF16, EXPERTS, FP32, Jobs, ask_at, check_samples, tiny
-from stock_runs import check_like_stock, forked_stock_steps, like_stock_and_back
+from stock_runs import check_like_stock, like_stock_and_back, stock_steps
 from test_expert_parallelism import OPTIMIZER, SHARED, SINKHORN
 from test_plans import chunks, stages
 
@@ -45,7 +45,7 @@ def test_layers_on_other_workers(jobs: Jobs, tmp_path: Path, layout: dict[str, A
         ),
         {},
     )
-    stock = forked_stock_steps(jobs, 4, FUSED, **layout)
+    stock = stock_steps(jobs, 4, FUSED, **layout)
     asked = {"resihp_plan": ask_at(tmp_path, (plan, 3)), "resihp_inject": "kill:2@7:backward"}
     job = jobs.run(tiny(**layout, **asked), workers=4, script=FUSED)
     assert job.code == 0, job.tails()

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from jobs import BF16, DROPOUT, EXPERTS, FP32, PRETRAIN, WISHING, Job, Jobs, ask_at, check_training, tiny
-from stock_runs import check_like_stock, stock_steps
-from test_checkpoints import as_stock_says, stock_losses
+from stock_runs import check_like_stock, stock_losses, stock_steps
+from test_checkpoints import as_stock_says
 from test_detection import TIME_SCALE, WARM_UP
 from test_distributed_optimizer import SHARED
 from test_plan_failures import are_heterogeneous
@@ -84,16 +84,14 @@ def test_a_worker_dies_and_another_plan_comes_and_goes(jobs: Jobs, tmp_path: Pat
     [{}, LAYOUT | UNTIED, ENDS | PER_TOKEN, GROUPS, SHARED],
     ids=["layers", "layout", "ends", "groups", "shared"],
 )
-def test_without_a_death_it_trains_what_stock_megatron_trains(
-    jobs: Jobs, tmp_path: Path, model: dict[str, Any]
-) -> None:
+def test_without_a_death_it_trains_what_stock_megatron_trains(jobs: Jobs, model: dict[str, Any]) -> None:
     job = jobs.reference(tiny(**INTERLEAVED | model), workers=4)
-    check_like_stock(job, stock_steps(tmp_path, 4, **INTERLEAVED | model))
+    check_like_stock(job, stock_steps(jobs, 4, **INTERLEAVED | model))
 
 
 @NIGHTLY
-def test_the_comparison_with_stock_megatron_can_fail(jobs: Jobs, tmp_path: Path) -> None:
-    other = stock_steps(tmp_path, 4, **INTERLEAVED | {"lr": "0", "min_lr": "0"})
+def test_the_comparison_with_stock_megatron_can_fail(jobs: Jobs) -> None:
+    other = stock_steps(jobs, 4, **INTERLEAVED | {"lr": "0", "min_lr": "0"})
     with pytest.raises(AssertionError):
         check_like_stock(jobs.reference(tiny(**INTERLEAVED), workers=4), other)
 
@@ -147,7 +145,7 @@ def test_deaths_while_the_first_chunk_is_gathered(
     assert are_heterogeneous(job) == [False, False, True, False]
     died_gathering = jobs.run(tiny(**model, resihp_inject="kill:1@4:gather"), workers=4)
     check_training(died_gathering, jobs.reference(tiny(**model), workers=4), tolerance)
-    check_like_stock(jobs.reference(tiny(**model), workers=4), stock_steps(tmp_path, 4, **model), tolerance)
+    check_like_stock(jobs.reference(tiny(**model), workers=4), stock_steps(jobs, 4, **model), tolerance)
 
 
 @NIGHTLY
@@ -278,7 +276,7 @@ def test_stock_megatron_goes_on_from_a_checkpoint(
 ) -> None:
     """Saved by the one replica that is left."""
     save(jobs, tmp_path, **saving)
-    losses = stock_losses(PRETRAIN, 2, **INTERLEAVED | loading, load=tmp_path)
+    losses = stock_losses(jobs, PRETRAIN, 2, **INTERLEAVED | loading, load=tmp_path)
     reference = jobs.reference(tiny(**INTERLEAVED), workers=4)
     assert losses == pytest.approx(as_stock_says(rest_of(reference)), rel=1e-5)
 

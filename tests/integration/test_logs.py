@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from jobs import BF16, EXPERTS, FP32, PRETRAIN, Job, Jobs, Tolerance, ask_at, ask_for, check_training, tiny
-from test_checkpoints import stock_losses
+from stock_runs import stock_losses
 from test_distributed_optimizer import FOUR as REPLICAS
 from test_distributed_optimizer import UNLIKE
 from test_plans import FOUR, MODEL, UNIFORM_LAYOUT, own_plan
@@ -202,8 +202,8 @@ def test_norms_of_parameters_are_those_of_the_job_s_own_layout(jobs: Jobs, tmp_p
     model = {"use_distributed_optimizer": True, "bf16": True, "train_iters": 12}
     instances = {"num_distributed_optimizer_instances": 2}
     once, stock, ours = (tmp_path / name for name in ("once", "stock", "ours"))
-    stock_losses(PRETRAIN, 4, **logged(once, **model))
-    stock_losses(PRETRAIN, 4, **logged(stock, **model, **instances))
+    stock_losses(jobs, PRETRAIN, 4, **logged(once, **model))
+    stock_losses(jobs, PRETRAIN, 4, **logged(stock, **model, **instances))
     plans = ask_at(tmp_path, (UNLIKE, 2), (REPLICAS, 6))
     job = run(jobs, ours, **model, **instances, resihp_plan=plans, resihp_inject="kill:1@9:backward")
     assert job.code == 0, job.tails()
@@ -222,7 +222,7 @@ def test_logs_are_those_of_megatron_alone(jobs: Jobs, tmp_path: Path, layout: di
     """Also the evaluations after training, which it logs as it does those before, at the same step."""
     stock, ours = tmp_path / "stock", tmp_path / "ours"
     evaluated = {"eval_interval": 3}
-    stock_losses(PRETRAIN, 4, **logged(stock, **layout, **evaluated))
+    stock_losses(jobs, PRETRAIN, 4, **logged(stock, **layout, **evaluated))
     job = run(jobs, ours, **layout, **evaluated)
     assert job.code == 0, job.tails()
     check_files(ours, stock, 6)

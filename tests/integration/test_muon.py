@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from jobs import EXPERTS, FP32, Jobs, ask_at, check_training, tiny
-from stock_runs import check_like_stock, forked_stock_steps
+from stock_runs import check_like_stock, stock_steps
 from test_interleaved import UNLIKE, own_plan
 from test_plan_failures import are_heterogeneous
 from test_plans import stages
@@ -50,7 +50,7 @@ def test_a_death_and_other_stages(jobs: Jobs, tmp_path: Path, model: dict[str, A
     job = jobs.run(tiny(**model, resihp_plan=words, resihp_inject="kill:2@3:backward"), workers=4)
     check_training(job, jobs.reference(tiny(**model), workers=4))
     assert are_heterogeneous(job) == [False, False, True, False]
-    check_like_stock(job, forked_stock_steps(jobs, 4, **model))
+    check_like_stock(job, stock_steps(jobs, 4, **model))
     # The control: with another momentum of Muon losses are others.
     other = jobs.run(tiny(**model | {"muon_momentum": 0.5}), workers=4)
     assert (compare(job.summary.loss, other.summary.loss) or 0) > 10 * FP32.loss
@@ -68,7 +68,7 @@ def test_a_death_among_members_and_no_other_degree(jobs: Jobs, tmp_path: Path) -
         "each stage needs the job's own number of TP members, 2: Muon orthogonalises the part of a matrix that a "
         "member holds"
     )
-    check_like_stock(job, forked_stock_steps(jobs, 4, **model))
+    check_like_stock(job, stock_steps(jobs, 4, **model))
 
 
 def test_what_unlike_stages_save_is_loaded(jobs: Jobs, tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_several_instances_of_the_optimizer(jobs: Jobs, tmp_path: Path, overlap:
 def test_megatron_itself_trains_the_same(jobs: Jobs, tmp_path: Path) -> None:
     plans = ask_at(tmp_path, (UNLIKE_DEGREES, 2), (CROSSED, 6))
     layout = GATHERED | TENSOR | {"train_iters": 14}
-    stock, other = (stock_steps(tmp_path, 4, **layout | rate) for rate in ({}, {"lr": 1e-9, "min_lr": 0}))
+    stock, other = (stock_steps(jobs, 4, **layout | rate) for rate in ({}, {"lr": 1e-9, "min_lr": 0}))
     check_like_stock(jobs.run(tiny(**layout), workers=4), stock, AS_PRINTED)
     job = jobs.run(tiny(**layout, resihp_plan=plans, resihp_inject="kill:3@11:gather"), workers=4)
     check_like_stock(job, stock)

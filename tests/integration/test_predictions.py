@@ -73,5 +73,5 @@ def test_without_a_death_it_trains_and_logs_what_stock_megatron_does(
 ) -> None:
     model, ours, stock = PIPELINE | model, tmp_path / "ours", tmp_path / "stock"
     job = run(jobs, ours, model)
-    check_like_stock(job, stock_steps(tmp_path, 4, **model, tensorboard_dir=stock))
+    check_like_stock(job, stock_steps(jobs, 4, **model, tensorboard_dir=stock))
     check_predictions(ours, stock)

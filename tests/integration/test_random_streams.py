@@ -81,12 +81,12 @@ def test_a_job_goes_on_from_a_checkpoint(jobs: Jobs, tmp_path: Path) -> None:
     assert rest and job.summary.loss == pytest.approx(rest, rel=FP32.loss)
 
 
-def test_megatrons_own_streams(jobs: Jobs, tmp_path: Path) -> None:
+def test_megatrons_own_streams(jobs: Jobs) -> None:
     """On request: a job without failures draws what stock Megatron draws, and a repeated iteration something else."""
     model = DROPOUT | {"tensor_model_parallel_size": 2}
     megatrons = {"resihp_megatron_random_streams": True}
     reference = jobs.reference(tiny(**model, **megatrons), workers=4)
-    check_like_stock(reference, stock_steps(tmp_path, 4, **model))
+    check_like_stock(reference, stock_steps(jobs, 4, **model))
     job = jobs.run(tiny(**model, **megatrons, resihp_inject="kill:3@4:backward"), workers=4)
     assert job.code == 0, job.tails()
     difference = compare(job.summary.loss, reference.summary.loss)

@@ -8,6 +8,7 @@ written to.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -34,10 +35,12 @@ from jobs import (
     tiny,
 )
 from launched import is_alive
+from nursery import MOCK_DATA_SIZE
+from stock_runs import OURS
 from test_additional_rounds import FOUR as SHARED_BY_FOUR
 from test_additional_rounds import counts
 from test_async_saves import ASYNC
-from test_checkpoints import as_stock_says, rest_of, save, stock_losses
+from test_checkpoints import as_stock_says, rest_of, save
 from test_context_parallelism import OPTIMIZER, SHARED, TENSOR, degrees
 from test_distributed_muon import DEALT
 from test_expert_overlap import OVERLAPPED
@@ -73,6 +76,7 @@ RECOMPUTED: dict[str, Any] = {
 MASKED: Final = Tolerance(0.01, 0.3)
 """Other masks than the undisturbed run's: seen are 0.0013 and 0.08, where losses fall by 8 %."""
 DEGREES = ("TP 4", "TP 1", "TP 2 and 1")
+STOCK_S = 200.0
 LAUNCHED_S: Final = 200.0
 CHUNKS = ("interleaved", "V shape", "V shape, W apart")
 
@@ -207,6 +211,25 @@ def unlike(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     return path / "saved", jobs.reference(tiny(**MODEL | UNIFORM_LAYOUT | LLAMA), workers=4)
 
 
+def torchrun_losses(script: Path, workers: int, **flags: Any) -> dict[int, float]:
+    """What Megatron itself says, under torchrun, without this package's flags, on the data of the other jobs."""
+    code = f"""
+import megatron_resihp, runpy
+megatron_resihp.enable()
+from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+MockGPTLowLevelDataset.size = {MOCK_DATA_SIZE}
+runpy.run_path({str(script)!r}, run_name="__main__")
+"""
+    log = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers),
+         "--no-python", sys.executable, "-c", code, *tiny(**flags | OURS)],
+        env=environment_of(script), capture_output=True, text=True, timeout=STOCK_S,
+    )  # fmt: skip
+    assert log.returncode == 0, log.stdout[-3000:] + log.stderr[-3000:]
+    lines = re.findall(r"iteration +(\d+)/.* lm loss: (\S+) ", log.stdout)
+    return {int(n): float(loss) for n, loss in lines}
+
+
 @pytest.mark.parametrize(
     "layout",
     [{}, {"pipeline_model_parallel_size": 2}, {"pipeline_model_parallel_size": 4}],
@@ -218,7 +241,7 @@ def test_stock_megatron_goes_on_from_what_unlike_replicas_have_saved(
     checkpoint, reference = unlike
     workers = layout.get("pipeline_model_parallel_size", 1)
     flags = MODEL | LLAMA | layout | {"make_vocab_size_divisible_by": 256, "load": checkpoint}
-    losses = stock_losses(script, workers, **flags)
+    losses = torchrun_losses(script, workers, **flags)
     assert losses == pytest.approx(as_stock_says(rest_of(reference)), rel=FP32.loss)
 
 
@@ -268,7 +291,7 @@ def test_saves_beside_training(script: Path, tmp_path: Path) -> None:
     assert len(summary.recoveries) == 1 and summary.iterations == 30
     assert (directory / "latest_checkpointed_iteration.txt").read_text() == "30"
     # Of other mock data than the launched job's: that they are the right ones, test_async_saves.py shows.
-    losses = stock_losses(script, 1, **model, load=directory, ckpt_step=20)
+    losses = torchrun_losses(script, 1, **model, load=directory, ckpt_step=20)
     assert sorted(losses) == list(range(21, 31))
     assert losses[25] == pytest.approx(summary.loss[25], rel=1e-2)
 

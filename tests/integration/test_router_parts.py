@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from jobs import EXPERTS, FP32, Jobs, ask_at, check_training, tiny
-from stock_runs import check_like_stock, forked_stock_steps
+from stock_runs import check_like_stock, stock_steps
 from test_plan_failures import are_heterogeneous
 from test_plans import stages
 from test_query_groups import plan
@@ -55,7 +55,7 @@ def test_a_death_and_other_degrees(jobs: Jobs, tmp_path: Path, model: dict[str, 
     job = jobs.run(tiny(**model, resihp_plan=words, resihp_inject="kill:3@7:backward"), workers=4)
     check_training(job, jobs.reference(tiny(**model), workers=4))
     assert are_heterogeneous(job) == [False, True, False, False, True, False]
-    stock = forked_stock_steps(jobs, 4, **model)
+    stock = stock_steps(jobs, 4, **model)
     check_like_stock(job, stock)
     # The control: experts that all get what they are given train another model.
     otherwise = jobs.reference(tiny(**model | without), workers=4)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from jobs import Jobs, check_samples, tiny
-from stock_runs import LARGE_JOB_S, check_like_stock, forked_stock_steps
+from stock_runs import LARGE_JOB_S, check_like_stock, stock_steps
 from test_additional_rounds import FOUR, counts
 from test_expert_parallelism import OPTIMIZER, SHARED, WORKERS, degrees
 from test_loop import CLEARED, SLOW, VICTIM, WITHIN
@@ -36,7 +36,7 @@ def test_a_slow_worker_gets_fewer_micro_batches_and_its_own_back(jobs: Jobs, tmp
     profile = json.loads((BUILT_IN / "h800.json").read_text())
     (tmp_path / "profile.json").write_text(json.dumps({**profile, "time_scale": TIME_SCALE}))
     layout = SHARED | {"train_iters": CLEARED + 24, "global_batch_size": BATCH}
-    stock = forked_stock_steps(jobs, WORKERS, **layout)
+    stock = stock_steps(jobs, WORKERS, **layout)
     arguments = tiny(
         **layout, resihp_emulate=tmp_path / "profile.json", resihp_strategy="joint", resihp_act="act",
         resihp_seconds_between_changes=1.0, resihp_inject=[f"slow:{VICTIM}:{SPEED}@{SLOW}", f"clear@{CLEARED}"],
@@ -62,7 +62,7 @@ def hands(event: dict[str, Any]) -> dict[int, int]:
 def test_survivors_of_a_death_go_on_by_the_strategys_plan(jobs: Jobs) -> None:
     """The lost worker's experts are made of copies of its part of the optimizer's state."""
     layout = FOUR | OPTIMIZER
-    stock = forked_stock_steps(jobs, WORKERS, **layout)
+    stock = stock_steps(jobs, WORKERS, **layout)
     asked = {"resihp_strategy": "joint", "resihp_plan_wait": 60.0, "resihp_inject": "kill:3@3:backward"}
     job = jobs.start(tiny(**layout, **asked), workers=WORKERS).wait(LARGE_JOB_S)
     check_like_stock(job, stock)

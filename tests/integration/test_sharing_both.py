@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from jobs import DROPOUT, EXPERTS, FP32, PRETRAIN, Job, Jobs, check_training, tiny
-from stock_runs import check_that_training_shows, forked_stock_steps, like_stock, like_stock_and_back, losses_of
-from test_checkpoints import FUSED, as_stock_says, stock_losses
+from stock_runs import check_that_training_shows, like_stock, like_stock_and_back, losses_of, stock_losses, stock_steps
+from test_checkpoints import FUSED, as_stock_says
 from test_emergency import emergency
 from test_expert_parallelism import DROPPING, OPTIMIZER, SINKHORN, TENSOR
 from test_plans import balances
@@ -104,19 +104,19 @@ def test_a_death_in_other_layouts(
 @pytest.mark.parametrize("layout", [{}, OPTIMIZER], ids=["plain", "optimizer"])
 def test_a_checkpoint_of_smaller_numbers(jobs: Jobs, tmp_path: Path, layout: dict[str, Any]) -> None:
     """Stock Megatron goes on from it under the job's own."""
-    stock = losses_of(forked_stock_steps(jobs, WORKERS, **BOTH | layout))
+    stock = losses_of(stock_steps(jobs, WORKERS, **BOTH | layout))
     saving = {"save": tmp_path / "saved", "save_interval": 6, "exit_interval": 6}
     job = jobs.run(tiny(**BOTH | layout | saving, resihp_inject="kill:3@3"), workers=WORKERS)
     assert job.code == 0 and degrees(job) == [(2, 2, 4), (1, 1, 3)], job.tails()
     loading = BOTH | layout | {"load": tmp_path / "saved", "ckpt_format": "torch_dist"}
-    losses = stock_losses(FUSED if layout else PRETRAIN, WORKERS, **loading)
+    losses = stock_losses(jobs, FUSED if layout else PRETRAIN, WORKERS, **loading)
     assert losses == pytest.approx(as_stock_says({number: stock[number] for number in (7, 8, 9)}), rel=FP32.loss)
 
 
 @pytest.mark.parametrize("layout", [{}, OPTIMIZER], ids=["plain", "optimizer"])
 def test_what_survivors_saved_is_gone_on_from(jobs: Jobs, layout: dict[str, Any]) -> None:
     """They are too few for the user, and save what they have; the job goes on from that under its own numbers."""
-    stock = losses_of(forked_stock_steps(jobs, WORKERS, **BOTH | layout))
+    stock = losses_of(stock_steps(jobs, WORKERS, **BOTH | layout))
     model = tiny(**BOTH | layout)
     lost = jobs.run([*model, "--resihp-inject", "kill:3@4"], workers=WORKERS, min_workers=WORKERS, script=FUSED)
     assert lost.code == exit_codes.NO_PLAN, lost.tails()

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from jobs import BIASED, FP32, PRETRAIN, Job, Jobs, Tolerance, ask_at, check_samples, tiny
-from stock_runs import NOTING, check_like_stock, forked_stock_steps, losses_of
-from test_checkpoints import FUSED, as_stock_says, stock_losses
+from stock_runs import NOTING, check_like_stock, losses_of, stock_losses, stock_steps
+from test_checkpoints import FUSED, as_stock_says
 from test_expert_biases import ROUTED
 from test_expert_parallelism import (
     GATHERED,
@@ -79,7 +79,7 @@ def test_a_change_there_and_back(
     jobs: Jobs, tmp_path: Path, replicas: Any, layout: dict[str, Any], tolerance: Tolerance
 ) -> None:
     layout, workers = SHARED | layout | EIGHT_BY_ALL, len(replicas) * sum(map(len, replicas[0]))
-    stock = forked_stock_steps(jobs, workers, **layout)
+    stock = stock_steps(jobs, workers, **layout)
     asked = ask_at(tmp_path, (shared_by(3, replicas), 2), (shared_by(4, replicas), 6))
     job = jobs.start(tiny(**layout, resihp_plan=asked), workers=workers).wait(LARGE_JOB_S)
     check_like_stock(job, stock, tolerance)
@@ -98,7 +98,7 @@ def test_deaths_where_memory_holds_no_equal_numbers(
     """Three survivors don't have room for all experts each, and are faster than two that share them. Then one of the
     three dies, with experts that nobody else has; copies of its part of the optimizer have them."""
     layout = SHARED_BY_ALL | OPTIMIZER | layout
-    stock = forked_stock_steps(jobs, WORKERS, stock_script, **layout)
+    stock = stock_steps(jobs, WORKERS, stock_script, **layout)
     deaths = ["kill:3@3:backward", "kill:1@6:step"]
     job = jobs.run(tiny(**layout, resihp_inject=deaths), workers=WORKERS, script=script)
     check_like_stock(job, stock)
@@ -109,7 +109,7 @@ def test_deaths_where_memory_holds_no_equal_numbers(
 def test_two_groups_and_a_death_in_one(jobs: Jobs, tmp_path: Path) -> None:
     """Each group of three has all experts, so what one worker has lost another has."""
     layout = SHARED_BY_ALL | {"train_iters": 7}
-    stock = forked_stock_steps(jobs, 2 * WORKERS, **layout)
+    stock = stock_steps(jobs, 2 * WORKERS, **layout)
     asked = ask_at(tmp_path, (shared_by(3, groups=2), 2))
     job = jobs.run(tiny(**layout, resihp_plan=asked, resihp_inject="kill:1@4:backward"), workers=2 * WORKERS)
     check_like_stock(job, stock)
@@ -121,14 +121,14 @@ def test_two_groups_and_a_death_in_one(jobs: Jobs, tmp_path: Path) -> None:
 def test_a_checkpoint(jobs: Jobs, tmp_path: Path, layout: dict[str, Any]) -> None:
     """Stock Megatron goes on from it under the job's own degree."""
     layout = SHARED_BY_ALL | layout
-    stock = losses_of(forked_stock_steps(jobs, WORKERS, **layout))
+    stock = losses_of(stock_steps(jobs, WORKERS, **layout))
     path = tmp_path / "saved"
     saving = {"save": path, "save_interval": 5, "exit_interval": 5}
     job = jobs.run(tiny(**layout | saving, resihp_plan=ask_at(tmp_path, (shared_by(3), 2))), workers=WORKERS)
     assert job.code == 0 and degrees(job) == [(4, 0), (3, 8)], job.tails()
     expected = {number: stock[number] for number in range(6, 10)}
     script = FUSED if "use_distributed_optimizer" in layout else PRETRAIN
-    losses = stock_losses(script, WORKERS, **layout | {"load": path, "ckpt_format": "torch_dist"})
+    losses = stock_losses(jobs, script, WORKERS, **layout | {"load": path, "ckpt_format": "torch_dist"})
     assert losses == pytest.approx(as_stock_says(expected), rel=FP32.loss)
 
 
@@ -139,14 +139,14 @@ def test_a_checkpoint_of_grouped_products(jobs: Jobs, tmp_path: Path, replicas: 
     """Stock Megatron goes on from it under the job's own degree, and under a smaller one with experts one after
     another."""
     layout, workers, path = SHARED_BY_ALL | GROUPED | layout, WORKERS * len(replicas[0][0]), tmp_path / "saved"
-    stock = losses_of(forked_stock_steps(jobs, workers, GROUPED_SCRIPT, **layout))
+    stock = losses_of(stock_steps(jobs, workers, GROUPED_SCRIPT, **layout))
     saving = {"save": path, "save_interval": 5, "exit_interval": 5}
     asked = ask_at(tmp_path, (shared_by(3, replicas), 2))
     job = jobs.start(tiny(**layout | saving, resihp_plan=asked), workers=workers, script=GROUPED_SCRIPT)
     assert job.wait(LARGE_JOB_S).code == 0 and degrees(job) == [(4, 0), (3, 8)], job.tails()
     loading = layout | {"load": path, "ckpt_format": "torch_dist"}
     for other in ({}, {"moe_grouped_gemm": False, "expert_model_parallel_size": 2}):
-        losses = losses_of(forked_stock_steps(jobs, workers, GROUPED_SCRIPT, **loading | other))
+        losses = losses_of(stock_steps(jobs, workers, GROUPED_SCRIPT, **loading | other))
         assert losses == pytest.approx({number: stock[number] for number in range(6, 10)}, rel=FP32.loss)
 
 
