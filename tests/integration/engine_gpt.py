@@ -6,12 +6,11 @@ equal in a tensor-parallel group; outputs are scaled by it. It is extra state, n
 batch that a layer was told to be the first overwrites the weight's gradients in its backward pass, and with
 --fp8-format its forward pass takes a copy of the weight that the other micro-batches use.
 
-In a job it does what files in RUN_DIR/wishes ask for, as wishing_gpt.py does. Under torchrun it notes steps as
-noting_gpt.py does.
+In a job it does what files in RUN_DIR/wishes ask for, as wishing_gpt.py does. Without the plugin it notes steps
+as noting_gpt.py does.
 """
 
 import functools
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,12 +21,10 @@ sys.path.insert(0, str(REPOSITORY / "scripts"))
 
 import pretrain_gpt  # noqa: E402
 import torch  # noqa: E402
-from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset  # noqa: E402
 from megatron.core.models import backends  # noqa: E402
 from megatron.core.tensor_parallel import ColumnParallelLinear  # noqa: E402
 from megatron.training import training  # noqa: E402
-from noting_gpt import note_steps  # noqa: E402
-from nursery import MOCK_DATA_SIZE  # noqa: E402
+from noting_gpt import run_or_note  # noqa: E402
 
 LENGTH = 32
 attempts = 0
@@ -87,11 +84,4 @@ def count_attempts(original: Callable[..., Any]) -> Callable[..., Any]:
 if __name__ == "__main__":
     backends.LocalSpecProvider.column_parallel_linear = lambda self: EngineLinear  # type: ignore[method-assign]
     training.train_step = count_attempts(training.train_step)
-    MockGPTLowLevelDataset.size = MOCK_DATA_SIZE
-    if "NOTES" in os.environ:
-        training.train_step = note_steps(training.train_step)
-    else:
-        import wishing_gpt
-
-        pretrain_gpt.forward_step = wishing_gpt.forward_step
-    pretrain_gpt.main()
+    run_or_note(pretrain_gpt)

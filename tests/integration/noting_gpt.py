@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A training script: scripts/pretrain_gpt.py, whose last rank writes down the unrounded loss and gradient norm of each
-step to the file that NOTES names, or RUN_DIR/notes. Without --resihp these are stock Megatron's, to compare a job's own
-with.
+step to RUN_DIR/notes. Without --resihp these are stock Megatron's, to compare a job's own with.
 """
 
 import functools
@@ -26,8 +25,7 @@ def note_steps(original: Callable[..., Any]) -> Callable[..., Any]:
         losses, norm = result[0], result[5]
         if losses and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
             steps[iteration + 1] = float(losses["lm loss"]), float(norm)
-            notes = os.environ.get("NOTES") or f"{os.environ['RUN_DIR']}/notes"
-            Path(notes).write_text(json.dumps(steps))
+            Path(os.environ["RUN_DIR"], "notes").write_text(json.dumps(steps))
         return result
 
     return train_step
