@@ -14,7 +14,7 @@ once. Each then runs on CPUs, with workers that are forked from one warm process
 - the same with `--lr 0`, the negative control: its loss must differ by 1 %, and by 100 times what is tolerated;
 - in 16 bits: stock Megatron with another degree of tensor parallelism, whose differences are tolerated, the loss's up
   to the control's hundredth, and numbers of zeros besides as far as chance goes (`recipe_runs/counts.py`). Where
-  workers share experts, a run without that says by how much numbers of zeros may differ, too;
+  workers share experts and that is not enough, a run without sharing says by how much more zeros may differ;
 - with `--resihp`: a worker gets a SIGKILL at a random point, the survivors change to two replicas that differ in
   stages, degrees and shares, and then the dead worker returns. Survivors of a job with context parallelism, which runs
   uniform plans only, change to the fewest replicas that share sequences as in the job's own layout.

@@ -67,13 +67,16 @@ class Trial:
     def verdict(self) -> Verdict:
         try:
             stock = self._note("stock", self._runner.stock(self._shrunk, "stock"))
-            other, unshared = self._other(), self._unshared()
+            other = self._other()
             still = self._note("without steps", self._runner.stock(self._shrunk, "still", *self._without_steps()))
             run, death = self._runner.through_death(self._shrunk, self._random)
+            self._note("death", run)
+            verdict = judge(stock, run.logged, still, other, death, self._seconds)
+            if verdict.outcome == UNEQUAL and (unshared := self._unshared()) is not None:
+                return judge(stock, run.logged, still, other, death, self._seconds, unshared)
         except RunFailed as failure:
             return Verdict(FAILED, str(failure), seconds=self._seconds)
-        self._note("death", run)
-        return judge(stock, run.logged, still, other, death, self._seconds, unshared)
+        return verdict
 
     def _note(self, name: str, run: Run) -> Logged:
         self._seconds[name] = run.seconds
@@ -123,7 +126,7 @@ def judge(
 
     Args:
         other: of stock Megatron with another degree; None: not in 16 bits.
-        unshared: of stock Megatron where no workers share experts; None: none do anyway, or no zeros are compared.
+        unshared: of stock Megatron where no workers share experts; None: it isn't needed, or tells nothing.
     """
     found = compare(stock, run, other, unshared)
     both = stock.keys() & still.keys()
