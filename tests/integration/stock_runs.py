@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jobs import FP32, WISHING, Job, Jobs, Tolerance, check_samples, tiny
+from jobs import FP32, WISHING, Job, Jobs, Tolerance, check_samples, environment_of, tiny
+from nursery import MOCK_DATA_SIZE
 
 from megatron_resihp.report.run.summary import compare
 
@@ -17,6 +20,7 @@ Steps = dict[int, tuple[float, float]]
 """Loss and gradient norm of each iteration."""
 
 NOTING = Path(__file__).with_name("noting_gpt.py")
+STOCK_S = 200.0
 LARGE_JOB_S = 300.0
 """For a job of eight workers."""
 OURS: dict[str, Any] = {"resihp": False, "resihp_record_samples": False, "resihp_record_digests": False}
@@ -30,8 +34,29 @@ def stock_steps(jobs: Jobs, workers: int, script: Path = NOTING, **flags: Any) -
 
 def stock_losses(jobs: Jobs, script: Path, workers: int, **flags: Any) -> dict[int, float]:
     """The losses that it prints, of any script. Each stands for the iterations since the line before."""
-    job = _stock(jobs, workers, script, flags)
-    lines = re.findall(r"iteration +(\d+)/.* lm loss: (\S+) ", "".join(map(job.log, range(workers))))
+    return _printed("".join(map(_stock(jobs, workers, script, flags).log, range(workers))))
+
+
+def torchrun_losses(script: Path, workers: int, **flags: Any) -> dict[int, float]:
+    """The same under torchrun, of processes that end as Python's do, so that W&B has written all."""
+    code = f"""
+import megatron_resihp, runpy
+megatron_resihp.enable()
+from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+MockGPTLowLevelDataset.size = {MOCK_DATA_SIZE}
+runpy.run_path({str(script)!r}, run_name="__main__")
+"""
+    log = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers),
+         "--no-python", sys.executable, "-c", code, *tiny(**flags | OURS)],
+        env=environment_of(script), capture_output=True, text=True, timeout=STOCK_S,
+    )  # fmt: skip
+    assert log.returncode == 0, log.stdout[-3000:] + log.stderr[-3000:]
+    return _printed(log.stdout)
+
+
+def _printed(log: str) -> dict[int, float]:
+    lines = re.findall(r"iteration +(\d+)/.* lm loss: (\S+) ", log)
     return {int(number): float(loss) for number, loss in lines}
 
 

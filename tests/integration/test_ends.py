@@ -193,7 +193,9 @@ def test_flags_that_megatron_asserts_about(jobs: Jobs, flags: dict[str, Any], te
 
 def test_a_data_set_that_is_missing(jobs: Jobs) -> None:
     missing = jobs.directory / "nowhere" / "corpus"
-    refused(jobs.run(tiny(**PIPELINE, mock_data=False, data_path=missing), workers=2), str(missing), "preprocess_data.py")
+    refused(
+        jobs.run(tiny(**PIPELINE, mock_data=False, data_path=missing), workers=2), str(missing), "preprocess_data.py"
+    )
 
 
 def test_a_script_that_is_missing(jobs: Jobs) -> None:

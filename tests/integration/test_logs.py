@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from jobs import BF16, EXPERTS, FP32, PRETRAIN, Job, Jobs, Tolerance, ask_at, ask_for, check_training, tiny
-from stock_runs import stock_losses
+from stock_runs import stock_losses, torchrun_losses
 from test_distributed_optimizer import FOUR as REPLICAS
 from test_distributed_optimizer import UNLIKE
 from test_plans import FOUR, MODEL, UNIFORM_LAYOUT, own_plan
@@ -34,6 +34,7 @@ PIPELINE: dict[str, Any] = {"pipeline_model_parallel_size": 2}
 TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 SHARED: dict[str, Any] = {"use_distributed_optimizer": True}
 EACH_LAYER: dict[str, Any] = {"moe_per_layer_logging": True}
+SOME_LAYERS: dict[str, Any] = {"moe_layer_freq": "[0,1,1,1]", "sequence_parallel": True}
 SAID = {"lm loss", "grad-norm", "num-zeros", "params-norm", "learning-rate", "batch-size", "lm loss validation"}
 VALIDATED = "lm loss validation"
 
@@ -175,7 +176,7 @@ def test_logs_of_other_layouts(
         (("TP 2 and 1", "V shape", "unlike replicas"), {}),
         (("TP 4", "a standby keeps its shard", "TP 2 and 1 help each other"), SHARED),
         (("TP 1", "unlike replicas", "interleaved"), {"untie_embeddings_and_output_weights": False}),
-        (("TP 2 and 1", "V shape, W apart", "unlike replicas"), EXPERTS | EACH_LAYER | {"moe_layer_freq": "[0,1,1,1]"}),
+        (("TP 2 and 1", "V shape, W apart", "unlike replicas"), EXPERTS | EACH_LAYER | SOME_LAYERS),
     ],
     ids=["chunks", "distributed optimizer", "one matrix for word embeddings and head", "experts"],
 )
@@ -222,7 +223,7 @@ def test_logs_are_those_of_megatron_alone(jobs: Jobs, tmp_path: Path, layout: di
     """Also the evaluations after training, which it logs as it does those before, at the same step."""
     stock, ours = tmp_path / "stock", tmp_path / "ours"
     evaluated = {"eval_interval": 3}
-    stock_losses(jobs, PRETRAIN, 4, **logged(stock, **layout, **evaluated))
+    torchrun_losses(PRETRAIN, 4, **logged(stock, **layout, **evaluated))
     job = run(jobs, ours, **layout, **evaluated)
     assert job.code == 0, job.tails()
     check_files(ours, stock, 6)

@@ -8,7 +8,6 @@ written to.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -35,8 +34,7 @@ from jobs import (
     tiny,
 )
 from launched import is_alive
-from nursery import MOCK_DATA_SIZE
-from stock_runs import OURS
+from stock_runs import torchrun_losses
 from test_additional_rounds import FOUR as SHARED_BY_FOUR
 from test_additional_rounds import counts
 from test_async_saves import ASYNC
@@ -76,7 +74,6 @@ RECOMPUTED: dict[str, Any] = {
 MASKED: Final = Tolerance(0.01, 0.3)
 """Other masks than the undisturbed run's: seen are 0.0013 and 0.08, where losses fall by 8 %."""
 DEGREES = ("TP 4", "TP 1", "TP 2 and 1")
-STOCK_S = 200.0
 LAUNCHED_S: Final = 200.0
 CHUNKS = ("interleaved", "V shape", "V shape, W apart")
 
@@ -209,25 +206,6 @@ def unlike(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     saved = save(jobs, path, resihp_plan=ask_for(path, FOUR["unlike replicas"]), **LLAMA)
     assert len(saved.events("epoch_started")) == 2
     return path / "saved", jobs.reference(tiny(**MODEL | UNIFORM_LAYOUT | LLAMA), workers=4)
-
-
-def torchrun_losses(script: Path, workers: int, **flags: Any) -> dict[int, float]:
-    """What Megatron itself says, under torchrun, without this package's flags, on the data of the other jobs."""
-    code = f"""
-import megatron_resihp, runpy
-megatron_resihp.enable()
-from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
-MockGPTLowLevelDataset.size = {MOCK_DATA_SIZE}
-runpy.run_path({str(script)!r}, run_name="__main__")
-"""
-    log = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers),
-         "--no-python", sys.executable, "-c", code, *tiny(**flags | OURS)],
-        env=environment_of(script), capture_output=True, text=True, timeout=STOCK_S,
-    )  # fmt: skip
-    assert log.returncode == 0, log.stdout[-3000:] + log.stderr[-3000:]
-    lines = re.findall(r"iteration +(\d+)/.* lm loss: (\S+) ", log.stdout)
-    return {int(n): float(loss) for n, loss in lines}
 
 
 @pytest.mark.parametrize(
