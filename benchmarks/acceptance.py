@@ -9,7 +9,7 @@ of hybrid models (group `official_hybrid`) are left out. Only flags are checked,
 
 The last line of standard output is one JSON object: `recipes`, `accepted`, `share`, `unparsable` (Megatron's own parser
 refuses these), `refused_by` (flag → configurations that have it), `refused_by_alone` (those that have no other) and
-`only_unknown` (configurations that nothing keeps out but flags which Megatron's parser doesn't have).
+`only_unknown` (configurations that only flags unknown to Megatron's parser keep out).
 
 May import megatron and `megatron_resihp`.
 """

@@ -22,7 +22,6 @@ from megatron_resihp.cost.room import usable
 from megatron_resihp.cost.training import Training, TrainingError, training_of_job
 from megatron_resihp.pipeline.op import OpKind
 from megatron_resihp.plan import Chunk, OwnSplit
-from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.protocol.planning import KnownJob
 
 _MEMORY: Final = 80 << 30
@@ -82,7 +81,7 @@ def cost_of_job(
         state_bandwidth=float("inf") if job.emulated else _HOST_BANDWIDTH,  # whatever carries results
         host_sums=HostSums(tuple(own), _HOST_SUMS_BANDWIDTH) if through_host else None,
         sharings=job.sharings,
-        replica_workers=None if job.sharings == (Sharing(),) else job.tensor_parallel * len({each[0] for each in own}),
+        replica_workers=job.tensor_parallel * len({each[0] for each in own}) if job.shares else None,
         equal_rounds=job.equal_rounds,
     )  # fmt: skip
 

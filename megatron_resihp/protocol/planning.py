@@ -55,6 +55,11 @@ class KnownJob:
     sharings: tuple[Sharers, ...] = (Sharing(),)
     equal_rounds: bool = False
 
+    @property
+    def shares(self) -> bool:
+        """Whether replicas may share sequences or experts."""
+        return self.sharings != (Sharing(),)
+
     @classmethod
     def of(
         cls, job: JobDescription, arguments: dict[str, Any] | None, sharings: tuple[Sharing, ...] = (Sharing(),)

@@ -117,7 +117,7 @@ def look(
     size = options.size
     job = f"{options.module or options.command[0]}, {size.workers} workers ({size})"
     if problem := version_problem():
-        stock = "give the flags to the pretrain_gpt.py of such a checkout to see what is said of them"
+        stock = "to see what is said of the flags, give them to pretrain_gpt.py of a supported Megatron-LM"
         return Findings(job, refusals=(problem,), notes=(stock,))
     text = read_script(script, [Path(each) for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each])
     line = read_command_line(options.arguments, size.workers, text.defaults)

@@ -147,12 +147,8 @@ def examine(validate: Callable[..., Any], args: argparse.Namespace, defaults: di
             lines += _raised(lambda: _check_instances(validated))
         except ConfigError as error:
             lines.append(str(error))
-        except SystemExit:
-            # Of flags that it has given up, which have a line already, Megatron says so on standard output.
-            if not lines:
-                lines.append("Megatron's own validation ends the script; its last line of output says why")
-        except Exception:
-            # What we refuse may be why.
+        except (Exception, SystemExit):
+            # What we refuse may be why; at a flag that it has given up, Megatron exits.
             if not lines:
                 raise
     return Examined(config, tuple(lines), validated)
@@ -326,11 +322,10 @@ def _check_evaluation(args: argparse.Namespace) -> None:
 
 def _check_batches(args: argparse.Namespace) -> None:
     replicas = args.world_size // size_of_replica(args)
-    for name in ("global_batch_size", "eval_global_batch_size"):
-        size = getattr(args, name)
-        if size // args.micro_batch_size < replicas:
-            flag = f"--{name.replace('_', '-')} {size}"
-            raise ConfigError(f"{flag} gives {replicas} replicas less than one micro-batch each; raise it")
+    evaluated = args.eval_global_batch_size
+    if evaluated // args.micro_batch_size < replicas:
+        flag = f"--eval-global-batch-size {evaluated}"
+        raise ConfigError(f"{flag} gives {replicas} replicas less than one micro-batch each; raise it")
     if args.virtual_pipeline_model_parallel_size is not None:
         _check_interleaving(args, replicas)
     if args.overlap_p2p_comm_warmup_flush and not args.overlap_p2p_comm:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A job to plan for, from flags or from a run directory: the plan in force, the workers, and the costs of work.
 
-May import: the standard library, `plan`, `cost`, `simulator` and this package's modules.
+May import: the standard library, `plan`, `cost`, `simulator`, `control.replanning.job_facts` and modules of this
+package.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from megatron_resihp.config import HOST, MEMORY_RESERVE, ConfigError, check_reserve
+from megatron_resihp.config import MEMORY_RESERVE, ConfigError, check_reserve
+from megatron_resihp.control.replanning.job_facts import JobFacts
 from megatron_resihp.cost.device import Device
 from megatron_resihp.cost.fitted.store import FILE_NAME as COST_MODEL_NAME
 from megatron_resihp.cost.fitted.store import CostModelError, load
@@ -30,12 +32,10 @@ from megatron_resihp.events.job import Job, RunStarted
 from megatron_resihp.events.job import Model as ModelTold
 from megatron_resihp.events.log import FILE_NAME, read_events
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError
-from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.protocol.planning import KnownJob
 from megatron_resihp.report.plan.flags import SIZES
 from megatron_resihp.simulator.sizes import Sizes, SizesError, a100, sharers_of_experts
 
-NOTHING_SHARED: Final = (Sharing(),)
 _SHARING: Final = ("context_parallel_size", "expert_model_parallel_size")
 _NEGATED: Final = {"disable_bias_linear": "add_bias_linear"}
 """Megatron's flags that switch off an argument with another name."""
@@ -197,15 +197,14 @@ def _of_run(run_dir: Path, namespace: argparse.Namespace) -> Source:
     model = _model(arguments, path)
     plan = _plan(epoch.plan, model, path)
     job, own = _told(found, namespace)
-    shares = job is not None and job.sharings != NOTHING_SHARED
-    if not shares and any((arguments.get(name) or 1) > 1 for name in _SHARING):
+    if (job is None or not job.shares) and any((arguments.get(name) or 1) > 1 for name in _SHARING):
         raise SourceError(f"{path} doesn't say how replicas share; give the directory of a run that trained")
     per_node = namespace.workers_per_node or started.nproc_per_node
     places = started.most_nodes * started.nproc_per_node
     costs = _from_flops(namespace)
     if job is not None and (measured := _measured(run_dir, job, own, places, per_node)) is not None:
         cost, costs = measured
-    elif job is not None and shares:
+    elif job is not None and job.shares:
         cost = _of_sharers(job, own, places, per_node, namespace)
     else:
         cost = JobCost(
@@ -226,16 +225,13 @@ def _told(found: Sequence[Event], namespace: argparse.Namespace) -> tuple[KnownJ
         return None, ()
     if told.tensor_parallel is None or told.micro_batches is None:
         return None, ()
-    job = KnownJob(
-        told.tensor_parallel, told.micro_batches, dict(model.arguments), told.emulated,
-        told.device_memory or int(namespace.memory_gib * 2**30),
-        next(each for each in (namespace.memory_reserve, told.memory_reserve, MEMORY_RESERVE) if each is not None),
-        told.carrier or HOST,
-        told.host_memory,
-        tuple(Sharing(*each) for each in told.sharings or ((),)),
-        bool(told.equal_rounds),
-    )  # fmt: skip
-    return job, tuple(Chunk(*chunk) for chunk in told.chunks)
+    facts = JobFacts()
+    facts.note(told)
+    facts.note(model)
+    job, own = facts.known()
+    memory = job.device_memory or int(namespace.memory_gib * 2**30)
+    reserve = job.memory_reserve if namespace.memory_reserve is None else namespace.memory_reserve
+    return replace(job, device_memory=memory, memory_reserve=reserve), own
 
 
 def _measured(

@@ -129,7 +129,7 @@ _DISPATCH: Rows = joined(
         condition=one_of(
             "allgather",
             "alltoall",
-            mend="flex has buffers for one group's tokens, and no recovery makes them anew; use allgather or alltoall",
+            mend="flex needs kernels of GPUs, with which no death has been tried; use allgather or alltoall",
         ),
     ),
     kernel(

@@ -75,7 +75,7 @@ ROWS: Rows = joined(
     refused(
         "use_precision_aware_optimizer",
         "masters and moments of other types are in Transformer Engine's optimizer, and no recovery moves them",
-        "leave it out: they are then in fp32, in Megatron's own",
+        "leave it out: masters and moments are then in fp32",
     ),
     without(
         "use_precision_aware_optimizer",

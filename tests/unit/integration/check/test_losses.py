@@ -37,6 +37,18 @@ def test_every_node_is_a_replica() -> None:
     assert found.changing[1].bytes < found.first.bytes  # survivors keep their shards, and have no activations meanwhile
 
 
+def test_losses_that_differ_in_which_experts_are_lost_are_tried_once() -> None:
+    """Eight workers of two stages, of which four replicas share experts that each lives once. With copies, one loss is
+    survived. Without, each is not: one worker of each stage is tried, and the only node that may be lost."""
+    experts = {"num_experts": 8, "moe_ffn_hidden_size": 11008, "moe_router_topk": 2, "expert_model_parallel_size": 4}
+    job = replace(JOB, tensor_parallel=1, pipeline_parallel=2, chunks=even_chunks(32, 2), distributed_optimizer=False,
+                  micro_batches=8, expert_parallel=4, experts=8, pipeline_last=True, device_memory=None)  # fmt: skip
+    without = of(8, 4, replace(job, expert_copies=False), **experts).without_plan
+    assert list(without) == ["worker 0", "worker 4", "node 1"]
+    assert all("experts" in without[name] for name in ("worker 0", "worker 4"))
+    assert not of(8, 4, replace(job, expert_copies=True), **experts).without_plan.keys() & {"worker 0", "worker 4"}
+
+
 def test_figures_are_the_cost_models() -> None:
     plan = spelled_out(initial_plan(JobShape(2, 4, 32, NODE), 16, pipeline_last=False), JOB.chunks)
     used = memory_of(plan, model_from_arguments(ARGUMENTS), training_from_arguments(ARGUMENTS))
