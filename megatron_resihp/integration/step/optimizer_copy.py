@@ -9,7 +9,7 @@ and moments take crosses. May import megatron, `executor` and this package.
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +19,9 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from megatron_resihp.executor.host_memory import HostMemory, host_memory_of
 from megatron_resihp.integration.step.loss_scale import unscale
-from megatron_resihp.integration.step.optimizer_shards import MASTER, Entry, Part, Place
+from megatron_resihp.integration.step.optimizer_shards import MASTER, Entry, Part, Place, Tensors
 from megatron_resihp.integration.trained import parts_of
 from megatron_resihp.plan import Coordinate, Shard
-from megatron_resihp.plan.ranges import Range
 
 LOAD = 64 << 20
 """Bytes of masters that are on the device at a time."""
@@ -145,22 +144,21 @@ class PartCopy:
         if any(entry.place.optimizer >= len(owners) for entry in self._part.values()):
             # It would be left behind without a word.
             raise RuntimeError(f"worker {self.owner} has an optimizer for its part that this worker doesn't have")
-        gradients = dict(zip(self._part, gradient.split(self.sizes), strict=True))
+        entries = list(zip(self._part.values(), gradient.split(self.sizes), strict=True))
         counted, memory = self._counted, self._memory or host_memory_of(device)
         for index, (inner, clip) in enumerate(owners):
-            mine = {where: entry for where, entry in self._part.items() if entry.place.optimizer == index}
-            for load in _loads(mine):
+            for load in _loads(each for each in entries if each[0].place.optimizer == index):
                 twin = _without_state(inner, self._counted)
-                masters = _put_in(twin, load, gradients, device, memory)
+                masters = [stretch.put_in(twin, device, memory) for stretch in load]
                 if inverse is not None:
-                    scaled = [master.grad for master in masters.values() if master.grad is not None]
+                    scaled = [master.grad for master in masters if master.grad is not None]
                     unscale(scaled, torch.tensor([inverse], dtype=torch.float, device=device))
                 if clip > 0.0:
-                    clip_grad_by_total_norm_fp32(list(masters.values()), clip, grad_norm)
+                    clip_grad_by_total_norm_fp32(masters, clip, grad_norm)
                 twin.step()
-                for where, entry in load.items():
-                    _keep(entry, {MASTER: masters[where], **twin.state[masters[where]]}, memory)
-                    masters[where].grad = None
+                for stretch, master in zip(load, masters, strict=True):
+                    stretch.keep({MASTER: master, **twin.state[master]}, memory)
+                    master.grad = None
                 counted = max((each for each in (counted, _counted(twin)) if each is not None), default=None)
         self._counted = counted
 
@@ -195,33 +193,77 @@ class ExpertCopy:
     copy: PartCopy
 
 
-def _loads(part: Part) -> Iterator[Part]:
-    load: Part = {}
+@dataclass(frozen=True)
+class _Stretch:
+    """Elements of a range that are stepped at once.
+
+    Attributes:
+        entry: the range's.
+        before: its tensors as they were before any of its elements were stepped.
+        elements: which of the range's.
+        gradient: theirs.
+    """
+
+    entry: Entry
+    before: Tensors
+    elements: slice
+    gradient: torch.Tensor
+
+    def put_in(self, inner: Any, device: torch.device, memory: HostMemory) -> torch.Tensor:
+        """Give an optimizer without state these elements to step; returns their master."""
+        place = self.entry.place
+        on_device = {
+            name: _formed(place, memory.on_device(tensor[self.elements], device)) if tensor.dim() else tensor.clone()
+            for name, tensor in self.before.items()
+        }
+        master = on_device.pop(MASTER)
+        master.grad = _formed(place, memory.on_device(self.gradient, device))
+        inner.param_groups[place.group]["params"].append(master)
+        if on_device:
+            inner.state[master] = on_device
+        return master
+
+    def keep(self, stepped: dict[str, Any], memory: HostMemory) -> None:
+        """Write the state after the step into host memory, if it isn't there already."""
+        tensors = self.entry.tensors
+        for name, value in stepped.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            if not value.dim():
+                tensors[name] = value.detach().cpu()
+                continue
+            if name not in tensors:
+                tensors[name] = torch.empty(tensors[MASTER].shape, dtype=value.dtype)
+            kept, value = tensors[name][self.elements], value.view(-1)
+            if kept.data_ptr() != value.data_ptr():
+                memory.keep(value, kept)
+
+
+def _loads(entries: Iterable[tuple[Entry, torch.Tensor]]) -> Iterator[list[_Stretch]]:
+    """Stretches of at most LOAD bytes of masters each, of ranges and their gradients; a matrix is never cut."""
+    load: list[_Stretch] = []
     size = 0
-    for where, entry in part.items():
-        if load and size + entry.tensors[MASTER].nbytes > LOAD:
-            yield load
-            load, size = {}, 0
-        load[where] = entry
-        size += entry.tensors[MASTER].nbytes
+    for entry, gradient in entries:
+        for stretch in _stretches(entry, gradient):
+            nbytes = stretch.gradient.numel() * entry.tensors[MASTER].element_size()
+            if load and size + nbytes > LOAD:
+                yield load
+                load, size = [], 0
+            load.append(stretch)
+            size += nbytes
     if load:
         yield load
 
 
-def _put_in(
-    inner: Any, load: Part, gradients: Mapping[Range, torch.Tensor], device: torch.device, memory: HostMemory
-) -> dict[Range, torch.Tensor]:
-    """Give an optimizer without state a load to step; returns its masters."""
-    masters = {}
-    for where, entry in load.items():
-        masters[where] = master = _formed(entry.place, memory.on_device(entry.tensors[MASTER], device))
-        master.grad = _formed(entry.place, memory.on_device(gradients[where], device))
-        inner.param_groups[entry.place.group]["params"].append(master)
-        kept = {name: _formed(entry.place, memory.on_device(tensor, device)) if tensor.dim() else tensor
-                for name, tensor in entry.tensors.items() if name != MASTER}  # fmt: skip
-        if kept:
-            inner.state[master] = kept
-    return masters
+def _stretches(entry: Entry, gradient: torch.Tensor) -> Iterator[_Stretch]:
+    master = entry.tensors[MASTER]
+    length = max(master.numel(), 1)
+    if entry.place.matrix is None:
+        length = min(length, LOAD // master.element_size())
+    before = dict(entry.tensors)
+    for start in range(0, max(master.numel(), 1), length):
+        elements = slice(start, start + length)
+        yield _Stretch(entry, before, elements, gradient[elements])
 
 
 def _formed(place: Place, flat: torch.Tensor) -> torch.Tensor:
@@ -244,15 +286,3 @@ def _without_state(inner: Any, counted: int | None) -> Any:
         twin.param_groups.append({**settings, **({} if counted is None else {"step": counted}), "params": []})
     twin.state = defaultdict(dict)
     return twin
-
-
-def _keep(entry: Entry, stepped: dict[str, Any], memory: HostMemory) -> None:
-    for name, value in stepped.items():
-        if not isinstance(value, torch.Tensor):
-            continue
-        value = value.view(-1) if value.dim() else value
-        kept = entry.tensors.get(name)
-        if kept is None:
-            entry.tensors[name] = value.detach().cpu()
-        elif kept.data_ptr() != value.data_ptr():
-            memory.keep(value, kept)

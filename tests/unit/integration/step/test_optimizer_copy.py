@@ -15,6 +15,7 @@ from late_copies import LateCopies
 
 from megatron_resihp.executor import host_memory
 from megatron_resihp.executor.host_memory import HostMemory
+from megatron_resihp.integration.step import optimizer_copy
 from megatron_resihp.integration.step.optimizer_copy import PartCopy
 from megatron_resihp.integration.step.optimizer_shards import MASTER, Entry, Matrix, Place
 from megatron_resihp.plan.ranges import Range
@@ -43,13 +44,32 @@ def optimizer(masters: list[torch.Tensor]) -> Any:
     return SimpleNamespace(optimizer=inner, config=SimpleNamespace(clip_grad=0.0))
 
 
+@contextmanager
+def largest_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Bytes of masters in each step that an optimizer takes meanwhile."""
+    found: list[int] = []
+    step = torch.optim.AdamW.step
+
+    def noted(optimizer: torch.optim.AdamW) -> None:
+        found.append(sum(master.nbytes for group in optimizer.param_groups for master in group["params"]))
+        step(optimizer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", noted)
+        yield found
+
+
 @pytest.mark.parametrize("memory", [None, HostMemory(LateCopies())], ids=["host", "device"])
+@pytest.mark.parametrize("load", [optimizer_copy.LOAD, 64])
 @pytest.mark.parametrize("scale", [None, 8.0])
-def test_it_is_what_the_owner_has_after_every_step(scale: float | None, memory: HostMemory | None) -> None:
+def test_it_is_what_the_owner_has_after_every_step(
+    monkeypatch: pytest.MonkeyPatch, scale: float | None, memory: HostMemory | None, load: int
+) -> None:
     """Also if its buddy has no parameter of a group, where the learning rate changes, and with a loss scale.
 
-    To a device and back it goes in pieces.
+    To a device and back it goes in pieces, and a range that is too large for the device is stepped in several.
     """
+    monkeypatch.setattr(optimizer_copy, "LOAD", load)
     inverse = None if scale is None else 1 / scale
     torch.manual_seed(0)
     masters = [torch.randn(size) for size in SIZES]
@@ -67,8 +87,11 @@ def test_it_is_what_the_owner_has_after_every_step(scale: float | None, memory: 
             master.grad = gradient
         owner.optimizer.step()
         copy.gradient = torch.cat(gradients) * (scale or 1.0)
-        copy.begin_step(buddy, 1.0, inverse, HOST)
-        for master, entry in zip(masters, copy.part.values(), strict=True):
+        with largest_step(monkeypatch) as largest:
+            copy.begin_step(buddy, 1.0, inverse, HOST)
+            stepped = copy.part.values()
+        assert 0 < max(largest) <= load
+        for master, entry in zip(masters, stepped, strict=True):
             expected = {MASTER: master, **owner.optimizer.state[master]}
             assert expected.keys() == entry.tensors.keys()
             assert all(torch.equal(entry.tensors[name], tensor) for name, tensor in expected.items())
