@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
+import pytest
 from jobs import Jobs, check_training, tiny
 from protocol_examples import PUBLISHED, TOLD
 from protocol_instances import malformed
@@ -23,6 +24,7 @@ LAYOUT: dict[str, Any] = {"train_iters": 60}
 """Two replicas of one worker each, that train for long enough."""
 
 
+@pytest.mark.nightly
 def test_a_running_job_trains_on_and_recovers(jobs: Jobs) -> None:
     to_coordinator = [text for message in TOLD for text in malformed(MESSAGES, message, "a stranger")]
     notices = [text for kinds, notice in PUBLISHED for text in malformed(kinds, notice, "a stranger")]

@@ -25,10 +25,9 @@ def rehearse(repository: Path, out: Path, *options: str) -> dict[str, object]:
 
 
 def test_the_shortest_cases(repository: Path, tmp_path: Path) -> None:
-    """A peer that dies, copies, a transfer, and a job that loses its communicators twice."""
-    cases = ("device", "first-hangs", "transfer", "pack", "alone")
-    said = rehearse(repository, tmp_path, "--part", "device", "aborts", "paths", "packing", "kills", "--case", *cases)
-    assert said == {"parts": 5, "failed": 0, "failed_parts": [], "stand_in": True}
+    """What the device is, and packing. The other parts take longer, and are for the night."""
+    said = rehearse(repository, tmp_path, "--part", "device", "packing", "--case", "device", "pack")
+    assert said == {"parts": 2, "failed": 0, "failed_parts": [], "stand_in": True}
 
 
 @pytest.mark.nightly

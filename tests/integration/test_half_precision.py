@@ -92,7 +92,7 @@ def test_replicas_that_share_work_skip_the_same_steps(jobs: Jobs, tmp_path: Path
 @pytest.mark.parametrize(
     ("injections", "layout"),
     [
-        (["kill:3@2:step", "kill:0@6:norm"], TENSOR),
+        pytest.param(["kill:3@2:step", "kill:0@6:norm"], TENSOR, marks=NIGHTLY),
         pytest.param(["kill:1@2:norm", "kill:2@4:step"], TENSOR, marks=NIGHTLY),
         pytest.param(["kill:2@2:step"], PIPELINE, marks=NIGHTLY),
         pytest.param(["kill:1@1:norm"], PIPELINE, marks=NIGHTLY),

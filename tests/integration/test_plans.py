@@ -174,7 +174,7 @@ def own_plan(workers: int) -> ParallelPlan:
 @pytest.mark.parametrize(
     "names",
     [
-        ("TP 2 and 1", "unlike replicas"),
+        pytest.param(("TP 2 and 1", "unlike replicas"), marks=NIGHTLY),
         pytest.param(("TP 2 and 1", "TP 1 and 2", "TP 4", "TP 1"), marks=NIGHTLY),
         pytest.param(("other layers", "four stages", "one stage", "unlike replicas"), marks=NIGHTLY),
         pytest.param(("interleaved", "V shape", "zero bubble", "a standby keeps its shard"), marks=NIGHTLY),
