@@ -144,10 +144,10 @@ class Storage:
 
     def _add(self, key: bytes, amount: bytes) -> Reply:
         try:
-            total = int(self._values.get(key, b"0")) + int(amount)
+            total = str(int(self._values.get(key, b"0")) + int(amount))
         except ValueError:
-            return Reply(Said.WRONG, b"it holds no number")
-        self._values[key] = str(total).encode()
+            return Reply(Said.WRONG, b"it holds no number, or one that is too long")
+        self._values[key] = total.encode()
         return Reply(Said.YES, self._values[key])
 
     def _push(self, queue: bytes, value: bytes) -> Reply:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from megatron_resihp.control.transport.storage import YES, Storage
-from megatron_resihp.control.transport.store_wire import Op, Request, read_values
+from megatron_resihp.control.transport.store_wire import Op, Reply, Request, Said, read_values
 
 LONG_S = 60.0
 TAKE = Request(Op.TAKE, (b"queue",), LONG_S)
@@ -37,3 +37,13 @@ def test_each_value_has_one_taker_and_who_got_none_still_waits() -> None:
     assert storage.give_out() == []
     [(_, reply)] = storage.ask("late", TAKE, 0.0)
     assert read_values(reply.value) == [b"value"], "who asks when it is there does not wait"
+
+
+def test_a_sum_that_would_be_too_long_is_refused_and_changes_nothing() -> None:
+    """Python writes no numbers of more than 4,300 digits."""
+    storage = Storage()
+    longest = b"9" * 4300
+    storage.ask("worker", Request(Op.SET, (b"counter", longest)), 0.0)
+    [(_, reply)] = storage.ask("worker", Request(Op.ADD, (b"counter", b"1")), 0.0)
+    assert reply.said is Said.WRONG
+    assert storage.ask("worker", Request(Op.GET, (b"counter",)), 0.0) == [("worker", Reply(Said.YES, longest))]
