@@ -11,8 +11,11 @@ from megatron_resihp.integration.support.row import Clash, NotBeside, Together
 _WAYS = {"p2p", "all_gather", "a2a", "a2a+p2p"}
 _ALONE = "no test covers it where replicas share sequences"
 _DOCUMENTS = "documents would be cut otherwise by each number of replicas that share a sequence"
-
 _NOISE = "a token's noise would depend on how its sequence is cut"
+_WEIGHTS = (
+    "Megatron divides losses by each worker's own tokens, so that they would weigh otherwise under another one, "
+    "unless --calculate-per-token-loss is given"
+)
 
 _CLASHES = (
     Clash("mtp_num_layers", lambda values: values["mtp_num_layers"], _ALONE),
@@ -46,11 +49,11 @@ _CLASHES = (
         lambda values: values.get("dataloader_inter_document_masking"),  # Megatron 0.18 has none
         _DOCUMENTS,
     ),
+    Clash("eod_mask_loss", lambda values: values["eod_mask_loss"] and not values["calculate_per_token_loss"], _WEIGHTS),
     Clash(
-        "eod_mask_loss",
-        lambda values: values["eod_mask_loss"] and not values["calculate_per_token_loss"],
-        "Megatron divides losses by each worker's own tokens, so that they would weigh otherwise under another one, "
-        "unless --calculate-per-token-loss is given",
+        "allow_ambiguous_pad_tokens",  # a tokenizer that pads with the end of documents masks these, too
+        lambda values: values["allow_ambiguous_pad_tokens"] and not values["calculate_per_token_loss"],
+        _WEIGHTS,
     ),
     Clash("window_size", lambda values: values["window_size"], _ALONE),
     Clash("softmax_type", lambda values: values["softmax_type"] != "vanilla", _ALONE),

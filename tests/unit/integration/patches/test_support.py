@@ -392,10 +392,11 @@ def test_what_is_refused_where_replicas_share_sequences(
 
 
 SHARING = [*COMMON, "--context-parallel-size", "2"]
+MASKED = ["--eod-mask-loss", "--allow-ambiguous-pad-tokens"]
 
 
 def test_sequences_may_be_shared(check: Check, capsys: pytest.CaptureFixture[str]) -> None:
-    assert check(*SHARING, "--eod-mask-loss", "--calculate-per-token-loss", "--cp-comm-type", "all_gather").switched_on
+    assert check(*SHARING, *MASKED, "--calculate-per-token-loss", "--cp-comm-type", "all_gather").switched_on
     experts = (word for word in (*SHARING, *EXPERTS) if word != "--calculate-per-token-loss")
     assert check(*experts, "--disable-bias-linear").switched_on
     with pytest.raises(SystemExit):
@@ -403,11 +404,12 @@ def test_sequences_may_be_shared(check: Check, capsys: pytest.CaptureFixture[str
     assert "8 workers are not a multiple of TP x CP x PP = 12" in capsys.readouterr().err
 
 
-def test_tokens_that_are_masked_need_a_loss_by_tokens(check: Check, capsys: pytest.CaptureFixture[str]) -> None:
-    line = refused(
-        check, capsys, "--context-parallel-size", "2", "--eod-mask-loss", without="--calculate-per-token-loss"
-    )
-    assert "beside --eod-mask-loss: Megatron divides losses by each worker's own tokens" in line
+@pytest.mark.parametrize("flag", MASKED)
+def test_tokens_that_are_masked_need_a_loss_by_tokens(
+    check: Check, capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    line = refused(check, capsys, "--context-parallel-size", "2", flag, without="--calculate-per-token-loss")
+    assert f"beside {flag}: Megatron divides losses by each worker's own tokens" in line
 
 
 EXPERTS = ["--num-experts", "4", "--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall"]
