@@ -256,12 +256,11 @@ def _loads(entries: Iterable[tuple[Entry, torch.Tensor]]) -> Iterator[list[_Stre
 
 
 def _stretches(entry: Entry, gradient: torch.Tensor) -> Iterator[_Stretch]:
-    master = entry.tensors[MASTER]
-    length = max(master.numel(), 1)
-    if entry.place.matrix is None:
-        length = min(length, LOAD // master.element_size())
-    before = dict(entry.tensors)
-    for start in range(0, max(master.numel(), 1), length):
+    master, before = entry.tensors[MASTER], dict(entry.tensors)
+    # A range without elements is stepped, too: its scalars count.
+    size = max(master.numel(), 1)
+    length = LOAD // master.element_size() if entry.place.matrix is None else size
+    for start in range(0, size, length):
         elements = slice(start, start + length)
         yield _Stretch(entry, before, elements, gradient[elements])
 
