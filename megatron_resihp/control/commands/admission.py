@@ -23,12 +23,19 @@ SEEN_WITHIN_S: Final = 60.0
 LOOK_S: Final = 0.5
 
 
-def admitted[T](address: Address, run_dir: Path, timeout_s: float, check: Callable[[Store], T]) -> tuple[Secret, T]:
+def admitted[T](
+    address: Address,
+    run_dir: Path,
+    timeout_s: float,
+    check: Callable[[Store], T],
+    pause: Callable[[float], None] = time.sleep,
+) -> tuple[Secret, T]:
     """The secret that the job at this address takes, and what `check` has found there.
 
     Args:
         timeout_s: how long to wait for the job. It serves its store.
         check: whether this node belongs to that job: a file might still say what an earlier one has written.
+        pause: waits for so many seconds before the next look.
 
     Raises:
         StoreError: it takes none that this process has, or does not answer; or raised by `check`.
@@ -44,4 +51,4 @@ def admitted[T](address: Address, run_dir: Path, timeout_s: float, check: Callab
         except (RefusedSecretError, UnreadableError):
             if is_secret_given() or time.monotonic() > deadline:
                 raise
-        time.sleep(LOOK_S)
+        pause(LOOK_S)

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from served import Served, serving
 
-from megatron_resihp.control.commands import admission
-from megatron_resihp.control.commands.admission import admitted
+from megatron_resihp.control.commands.admission import admitted, find_secret
 from megatron_resihp.control.commands.contact import FILE_NAME as CONTACT
 from megatron_resihp.control.commands.contact import reach
 from megatron_resihp.control.job_size import JobSize
@@ -39,7 +38,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
 
 
 def test_an_earlier_runs_secret_is_looked_at_again_until_the_new_one_is_seen(
-    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    served: Served, tmp_path: Path
 ) -> None:
     looks: list[float] = []
 
@@ -49,9 +48,8 @@ def test_an_earlier_runs_secret_is_looked_at_again_until_the_new_one_is_seen(
         text = "an earlier run's secret" if len(looks) < 3 else served.secret.text
         (tmp_path / FILE_NAME).write_text(text)
 
-    monkeypatch.setattr(admission.time, "sleep", pause)
     own_size = partial(check_size, node=1, size=SIZE)
-    assert admitted(served.address, tmp_path, WAIT_S, own_size)[0].key == served.secret.key
+    assert admitted(served.address, tmp_path, WAIT_S, own_size, pause)[0].key == served.secret.key
     assert len(looks) == 3, "first none is seen, then an old one"
 
 
@@ -100,7 +98,7 @@ def test_agents_workers_and_commands_of_another_protocol_are_refused_in_one_line
 ) -> None:
     monkeypatch.setenv(VARIABLE, "a secret that a user gives")
     (tmp_path / CONTACT).write_text(f'{{"store": "{another_version}", "token": "of the job"}}')
-    secret = admission.find_secret(tmp_path)
+    secret = find_secret(tmp_path)
     speaks = f"speaks protocol '9', this process {MAJOR}; give all nodes, .* same installation$"
     said = f"^the job at {another_version} {speaks}"
     for call in (
