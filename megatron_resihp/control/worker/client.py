@@ -11,6 +11,7 @@ from typing import Final
 from megatron_resihp.control import exit_codes, keys
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.store import Store
+from megatron_resihp.control.worker.behind import Behind
 from megatron_resihp.control.worker.channel import Channel
 from megatron_resihp.control.worker.doors import Doors
 from megatron_resihp.control.worker.errors import EpochBroken, JobEnded, UnreachableError
@@ -67,6 +68,7 @@ class WorkerControl:
             self.channel.stand({f"{keys.KNOCK_AT}{worker}": str(door)})
         self.doors = Doors(self.channel, worker, node_of)
         self._unreachable: list[int] = []
+        self._telling = Behind("resihp-telling")
         self._listener = Listener(store.clone(), worker, self.heard, self.channel.leave)
 
     @property
@@ -74,18 +76,34 @@ class WorkerControl:
         return self.heard.epoch
 
     def tell(self, message: Message) -> None:
-        """Send a message to the coordinator.
+        """Send a message to the coordinator, after all events.
 
         Raises:
             JobEnded: it is gone.
         """
+        self.settle_events()
         self.channel.tell(message)
 
     def event(self, *events: Event) -> None:
         """Write events to the run's log, all at once."""
+        self.tell(self._reported(*events))
+
+    def event_behind(self, *events: Event) -> None:
+        """Have events written while training goes on."""
+        message = self._reported(*events)
+        self._telling.begin(lambda: self.channel.tell(message))
+
+    def settle_events(self) -> None:
+        """Wait until all events have been received.
+
+        Raises:
+            JobEnded: the coordinator is gone.
+        """
+        self._telling.settle()
+
+    def _reported(self, *events: Event) -> EventsReported:
         now = time.time()
-        lines = tuple(plain(event, now, self.epoch, self.worker) for event in events)
-        self.tell(EventsReported(self.worker, lines))
+        return EventsReported(self.worker, tuple(plain(event, now, self.epoch, self.worker) for event in events))
 
     # ---- errors
 

@@ -19,7 +19,7 @@ def report_iteration(runtime: Runtime) -> None:
     iteration, now = runtime.progress.iteration, time.monotonic()
     outcome = runtime.progress.outcomes[iteration]
     if runtime.view.reports:
-        runtime.control.event(Iteration(
+        runtime.control.event_behind(Iteration(
             iteration=iteration, agreed_epoch=outcome.epoch, loss=outcome.means,
             grad_norm=outcome.grad_norm, skipped=outcome.skipped, loss_scale=_scale(runtime),
             samples=runtime.job.args.global_batch_size, ends=outcome.stop or None,

@@ -68,6 +68,8 @@ def agreed_step(runtime: Runtime) -> StepResult:
     runtime.reach("norm")
     norm_squared = local_norm_squared(runtime)
     zeros = runtime.mode.counts.zeros() if runtime.job.args.log_num_zeros_in_grad else 0
+    # No step counts before the log has the one before.
+    runtime.control.settle_events()
     with runtime.probes.span(SpanKind.AGREEMENT):
         outcome = agree(runtime, norm_squared, zeros)
     runtime.progress.agreed(outcome)

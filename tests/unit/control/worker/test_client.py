@@ -16,10 +16,12 @@ from megatron_resihp.control.worker.client import WorkerControl
 from megatron_resihp.control.worker.doors import Doors
 from megatron_resihp.control.worker.errors import CoordinatorLost, EpochBroken, JobEnded
 from megatron_resihp.control.worker.heard import NOTICE_S
+from megatron_resihp.events.training import Digest
 from megatron_resihp.plan import ParallelPlan, Replica
 from megatron_resihp.protocol.messages import (
     MESSAGES,
     CommunicationFailed,
+    EventsReported,
     FirstStepFailed,
     Message,
     Ready,
@@ -78,6 +80,45 @@ def control_of(store: Any) -> WorkerControl:
 
 
 BROKEN = EpochIsBroken(0, "worker 0: exit signal 9")
+
+
+class Slow(Published):
+    """Takes events only when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.takes = threading.Event()
+
+    def push(self, queue: str, item: str) -> None:
+        if isinstance(MESSAGES.read(item).body, EventsReported):
+            assert self.takes.wait(HEARD_S)
+        super().push(queue, item)
+
+
+def test_an_iteration_is_told_of_while_training_goes_on_and_before_what_is_told_later() -> None:
+    store = Slow()
+    control = WorkerControl(store, 1, lambda: None)  # type: ignore[arg-type]
+    control.event_behind(Digest(iteration=1, digests={}))
+    assert store.told == []
+    later = threading.Thread(target=lambda: control.tell(TrainingFinished(1, 1)))
+    later.start()
+    assert store.told == []
+    store.takes.set()
+    later.join(HEARD_S)
+    assert [type(each) for each in store.told] == [EventsReported, TrainingFinished]
+
+
+def test_a_worker_whose_events_nobody_takes_any_more_ends_before_the_next_step_counts() -> None:
+    store = Published()
+    control = WorkerControl(store, 1, lambda: None)  # type: ignore[arg-type]
+
+    def push(queue: str, item: str) -> None:
+        raise StoreError("the connection to the store is lost")
+
+    store.push = push  # type: ignore[method-assign]
+    control.event_behind(Digest(iteration=1, digests={}))
+    with pytest.raises(JobEnded):
+        control.settle_events()
 
 
 def test_go_holds_for_who_hears_of_a_death_first() -> None:

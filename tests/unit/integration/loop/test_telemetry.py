@@ -18,7 +18,7 @@ def test_a_clock_that_is_set_makes_no_iteration_longer(monkeypatch: pytest.Monke
     outcome = SimpleNamespace(epoch=0, means={}, grad_norm=1.0, skipped=False, stop=False)
     runtime: Any = SimpleNamespace(
         progress=SimpleNamespace(iteration=7, outcomes={7: outcome}, counters={7: {"settings": {"scale": {}}}}),
-        view=SimpleNamespace(reports=True), control=SimpleNamespace(event=told.append),
+        view=SimpleNamespace(reports=True), control=SimpleNamespace(event_behind=told.append),
         job=SimpleNamespace(args=SimpleNamespace(global_batch_size=4)), recovery=RecoveryNotes(),
     )  # fmt: skip
     seconds = {"wall": 5000.0, "monotonic": 100.0}
