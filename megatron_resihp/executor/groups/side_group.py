@@ -2,6 +2,7 @@
 """A gloo group that can include standbys. May import torch and this package."""
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final
@@ -16,6 +17,10 @@ LOAD: Final = 64 << 20
 """The most bytes that cross together: while they do, the next ones come from the device."""
 STANDBY_TIMEOUT = timedelta(days=1)
 """Side groups wait while others evaluate or save; the control plane bounds that by marking the epoch as broken."""
+
+
+Post = Callable[[], Any]
+"""Begins an operation of gloo's; returns what to wait for."""
 
 
 class SideGroup:
@@ -42,13 +47,32 @@ class SideGroup:
 
     def send(self, tensor: torch.Tensor, worker: int) -> None:
         """Send a tensor of any device."""
-        for host in self._leaving(tensor.detach().contiguous()):
-            self._peer_to_peer(functools.partial(self._group.send, [host], self._rank_of[worker], 0))
+        self.at_once(self.sending(tensor, worker))
 
     def receive(self, tensor: torch.Tensor, worker: int) -> None:
         """Receive into a contiguous tensor of any device."""
+        self.at_once(self.receiving(tensor, worker))
+
+    def sending(self, tensor: torch.Tensor, worker: int) -> Iterator[Post]:
+        """What posts each part of a tensor of any device, for `at_once`."""
+        for host in self._leaving(tensor.detach().contiguous()):
+            yield functools.partial(self._group.send, [host], self._rank_of[worker], 0)
+
+    def receiving(self, tensor: torch.Tensor, worker: int) -> Iterator[Post]:
+        """As `sending`, into a contiguous tensor of any device."""
         for host in self._coming(tensor):
-            self._peer_to_peer(functools.partial(self._group.recv, [host], self._rank_of[worker], 0))
+            yield functools.partial(self._group.recv, [host], self._rank_of[worker], 0)
+
+    def at_once(self, *transfers: Iterator[Post]) -> None:
+        """Make several transfers side by side, of each its next part.
+
+        Args:
+            transfers: in an order in which all workers could make them one after another; the first part that two
+                workers exchange waits for both.
+        """
+        for parts in itertools.zip_longest(*transfers):
+            for work in [self._waiter.aside(post) for post in parts if post is not None]:
+                self._waiter.wait(work)
 
     @staticmethod
     def _leaving(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -75,9 +99,6 @@ class SideGroup:
             host = memory.room(load.numel(), load.dtype)
             yield host
             memory.free(host, memory.copy_back(host, load))
-
-    def _peer_to_peer(self, post: Callable[[], Any]) -> None:
-        self._waiter.wait(self._waiter.aside(post))
 
     def broadcast(self, tensor: torch.Tensor, worker: int) -> None:
         """Broadcast a contiguous tensor of any device from `worker` to all."""

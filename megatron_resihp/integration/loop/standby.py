@@ -11,7 +11,7 @@ from megatron_resihp.integration.patches.counting import advance_schedule
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.digests import record_digests
 from megatron_resihp.integration.step.extra_states import share_extra_state
-from megatron_resihp.integration.step.step import agree, see_reduced, take_step
+from megatron_resihp.integration.step.step import agree, begin_copys_step, see_reduced, take_step
 
 
 def keep_current(runtime: Runtime) -> None:
@@ -28,6 +28,7 @@ def keep_current(runtime: Runtime) -> None:
         runtime.progress.agreed(outcome)
         runtime.on_trial = False
         take_step(runtime, outcome)
+        begin_copys_step(runtime)
         if runtime.orders.validation is not None:
             validate(runtime)
         advance_schedule(runtime, outcome)

@@ -9,14 +9,14 @@ and this package.
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 import torch
 
 from megatron_resihp.control.node.environment import SLOTS
-from megatron_resihp.executor.groups.side_group import MakeSideGroup, SideGroup
+from megatron_resihp.executor.groups.side_group import MakeSideGroup, Post, SideGroup
 from megatron_resihp.executor.transfer import receive_tensors, send_tensors, tell_all
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.room import free_on_host
@@ -72,29 +72,30 @@ def join_expert_ring(plan: ParallelPlan, coordinate: Coordinate, me: int, make_g
 def share_expert_gradients(trained: Trained, experts: ExpertCopy, ring: Ring, worker: int) -> None:
     """Send the own experts' summed gradients to the keeper of their copy, and get those of the copy kept here."""
     start, copy = time.monotonic(), experts.copy
+    transfers: list[Iterator[Post]] = []
     for owner, keeper in ring.edges:
         if owner == worker:
-            copy.cost.bytes_sent += _send_gradients(ring.group, keeper, expert_gradients(trained))
+            gradients = expert_gradients(trained)
+            copy.cost.bytes_sent += sum(gradient.numel() * torch.float.itemsize for gradient in gradients)
+            transfers.append(_sending(ring.group, keeper, gradients))
         else:
-            copy.gradient = _receive_gradients(ring.group, owner, copy.sizes)
+            copy.gradient = torch.empty(copy.elements)
+            transfers.append(_receiving(ring.group, owner, copy.gradient, copy.sizes))
+    ring.group.at_once(*transfers)
     copy.cost.exchange_s += time.monotonic() - start
 
 
-def _send_gradients(group: SideGroup, keeper: int, gradients: Sequence[torch.Tensor]) -> int:
-    """Returns the bytes sent. Few are brought together at a time: the device may have no room for all of them twice."""
-    sent = 0
+def _sending(group: SideGroup, keeper: int, gradients: Sequence[torch.Tensor]) -> Iterator[Post]:
+    """Few are brought together at a time: the device may have no room for all of them twice."""
     for load in loads_of([gradient.numel() for gradient in gradients]):
         flat = [gradient.float().view(-1) for gradient in gradients[load]]
-        group.send(flat[0] if len(flat) == 1 else torch.cat(flat), keeper)
-        sent += sum(each.nbytes for each in flat)
-    return sent
+        yield from group.sending(flat[0] if len(flat) == 1 else torch.cat(flat), keeper)
 
 
-def _receive_gradients(group: SideGroup, owner: int, sizes: Sequence[int]) -> torch.Tensor:
-    gradient, ends = torch.empty(sum(sizes)), [0, *accumulate(sizes)]
+def _receiving(group: SideGroup, owner: int, gradient: torch.Tensor, sizes: Sequence[int]) -> Iterator[Post]:
+    ends = [0, *accumulate(sizes)]
     for load in loads_of(sizes):
-        group.receive(gradient[ends[load.start] : ends[load.stop]], owner)
-    return gradient
+        yield from group.receiving(gradient[ends[load.start] : ends[load.stop]], owner)
 
 
 def loads_of(sizes: Sequence[int]) -> list[slice]:

@@ -6,13 +6,13 @@ none. May import megatron, `plan`, `executor` and this package.
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from megatron_resihp.events.training import OptimizerCopy
-from megatron_resihp.executor.groups.side_group import MakeSideGroup, SideGroup
+from megatron_resihp.executor.groups.side_group import MakeSideGroup, Post, SideGroup
 from megatron_resihp.executor.transfer import receive_tensors, send_tensors, tell_all
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.expert_biases import share_counts
@@ -69,15 +69,14 @@ def share_part_gradients(trained: Trained, kept: Kept, ring: Ring, worker: int) 
     if kept.owns:
         ready_gradients(trained.optimizer)
         own = own_gradient(trained)
+    transfers: list[Iterator[Post]] = []
     for owner, buddy in ring.edges:
         if owner == worker:
-            if own.numel():
-                ring.group.send(own, buddy)
+            transfers += [ring.group.sending(own, buddy)] * bool(own.numel())
         elif kept.copy is not None:
-            gradient = torch.empty(kept.copy.elements)
-            if gradient.numel():
-                ring.group.receive(gradient, owner)
-            kept.copy.gradient = gradient
+            kept.copy.gradient = gradient = torch.empty(kept.copy.elements)
+            transfers += [ring.group.receiving(gradient, owner)] * bool(gradient.numel())
+    ring.group.at_once(*transfers)
     if kept.copy is not None:
         kept.copy.cost.bytes_sent += own.nbytes
         kept.copy.cost.exchange_s += time.monotonic() - start

@@ -3,13 +3,12 @@
 
 The owner sends the part's summed gradient before the step is agreed on, and both step with it, the copy in the
 background: so the one that is left of the two has the state of the last step that counts, and a third of what masters
-and moments take crosses. May import megatron, `executor` and this package.
+and moments take crosses. May import megatron, `executor`, `control.worker.behind` and this package.
 """
 
-import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
+from megatron_resihp.control.worker.behind import Behind
 from megatron_resihp.executor.host_memory import HostMemory, host_memory_of
 from megatron_resihp.integration.step.loss_scale import unscale
 from megatron_resihp.integration.step.optimizer_shards import MASTER, Entry, Part, Place, Tensors
@@ -60,8 +60,8 @@ class PartCopy:
         self._part = part
         self._counted = counted
         self._memory = memory
-        self._stepping: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._steps = Behind("resihp-copy")
+        self._due: Callable[[], None] | None = None
         # One for all steps: torch keeps memory for each stream apart, and gives them out in turns of many.
         self._stream: Any = None
 
@@ -80,8 +80,8 @@ class PartCopy:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for entry in self.part.values() for tensor in entry.tensors.values())
 
-    def begin_step(self, optimizer: Any, grad_norm: float, inverse: float | None, device: torch.device) -> None:
-        """Take the owner's step, in the background unless it is one of matrices.
+    def prepare_step(self, optimizer: Any, grad_norm: float, inverse: float | None, device: torch.device) -> None:
+        """The owner takes a step; this copy takes it with `begin_step`, or before anything is read of it.
 
         Args:
             optimizer: this worker's own, whose groups have the owner's learning rates, before its own step.
@@ -97,11 +97,8 @@ class PartCopy:
 
         def step() -> None:
             start = time.monotonic()
-            try:
-                with torch.no_grad(), self._beside_training(device):
-                    self._step(owners, gradient, grad_norm, inverse, device)
-            except Exception as error:
-                self._error = error
+            with torch.no_grad(), self._beside_training(device):
+                self._step(owners, gradient, grad_norm, inverse, device)
             self.cost.steps += 1
             self.cost.step_s += time.monotonic() - start
 
@@ -109,9 +106,23 @@ class PartCopy:
             # Muon sets the precision of the process's products of matrices while it multiplies. In the background it
             # would change what training computes, and the other way round.
             step()
-            return
-        self._stepping = threading.Thread(target=step, name="resihp-copy", daemon=True)
-        self._stepping.start()
+        else:
+            self._due = step
+
+    def begin_step(self) -> None:
+        """Take the step that was prepared, if it isn't taken yet, while training goes on."""
+        if self._due is not None:
+            self._steps.begin(self._due)
+            self._due = None
+
+    def _settle(self) -> None:
+        """Wait until all steps are taken.
+
+        Raises:
+            what one of them has raised: the copy is of no use then.
+        """
+        self.begin_step()
+        self._steps.settle()
 
     @contextmanager
     def _beside_training(self, device: torch.device) -> Iterator[None]:
@@ -124,18 +135,6 @@ class PartCopy:
         with torch.cuda.stream(self._stream):
             yield
         self._stream.synchronize()
-
-    def _settle(self) -> None:
-        """Wait for the step that is being taken.
-
-        Raises:
-            what it has raised: the copy is of no use then.
-        """
-        if self._stepping is not None:
-            self._stepping.join()
-            self._stepping = None
-        if self._error is not None:
-            raise self._error
 
     def _step(
         self, owners: Sequence[tuple[Any, float]], gradient: torch.Tensor, grad_norm: float,

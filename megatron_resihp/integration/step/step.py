@@ -82,6 +82,7 @@ def agreed_step(runtime: Runtime) -> StepResult:
             runtime.mode.after_step()
     # The device has work now, and no other worker waits for this one.
     runtime.probes.flush()
+    begin_copys_step(runtime)
     return not outcome.skipped, outcome.grad_norm, outcome.zeros
 
 
@@ -294,7 +295,7 @@ def take_step(runtime: Runtime, outcome: Outcome) -> None:
             device = torch.device("cuda", torch.cuda.current_device())
             # A number: the copy's own stream does not wait for what this one computes.
             share = None if inverse is None else float(inverse)
-            copy.begin_step(optimizer, outcome.grad_norm, share, device)
+            copy.prepare_step(optimizer, outcome.grad_norm, share, device)
         # Who holds nothing may still have the objects of an earlier epoch.
         if bool(runtime.held.shards) if kept is None else kept.owns:
             _step_own(runtime, optimizer, outcome, inverse)
@@ -304,6 +305,12 @@ def take_step(runtime: Runtime, outcome: Outcome) -> None:
     move_scale(optimizer, outcome.skipped)
     runtime.held.extra.adopt()
     runtime.progress.stage = IterationPhase.STEPPED
+
+
+def begin_copys_step(runtime: Runtime) -> None:
+    """After the own step: on few cores it would take longer beside the copy's, and others wait for its parameters."""
+    if runtime.held.copy is not None:
+        runtime.held.copy.begin_step()
 
 
 def _step_own(runtime: Runtime, optimizer: Any, outcome: Outcome, inverse: torch.Tensor | None) -> None:

@@ -29,7 +29,7 @@ def test_a_copy_that_could_not_take_a_step_is_none(
 
     monkeypatch.setattr(copy, "_step", step)
     monkeypatch.setattr("megatron_resihp.integration.step.optimizer_copy.parts_of", lambda optimizer: ())
-    copy.begin_step(None, 1.0, None, torch.device("cpu"))
+    copy.prepare_step(None, 1.0, None, torch.device("cpu"))
     held.experts = ExpertCopy((Shard(0, 1, 0, 1, 1, 2),), copy)
     held.drop_failed_copy()
     assert (held.experts is None) is fails and (held.copied == ()) is fails

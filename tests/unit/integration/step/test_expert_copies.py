@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,12 +103,17 @@ class Wire:
         self.sent: dict[tuple[int, int], list[torch.Tensor]] = defaultdict(list)
 
     def end(self, me: int) -> Any:
+        def send(tensor: torch.Tensor, worker: int) -> None:
+            self.sent[me, worker].append(tensor.detach().clone())
+
         def receive(tensor: torch.Tensor, worker: int) -> None:
             tensor.copy_(self.sent[worker, me].pop(0).view(tensor.shape))
 
         return SimpleNamespace(
-            send=lambda tensor, worker: self.sent[me, worker].append(tensor.detach().clone()), receive=receive
-        )
+            send=send, receive=receive,
+            sending=lambda *what: iter([partial(send, *what)]), receiving=lambda *what: iter([partial(receive, *what)]),
+            at_once=lambda *transfers: [post() for transfer in transfers for post in transfer],
+        )  # fmt: skip
 
 
 def copied(wire: Wire, owner: Trained) -> ExpertCopy:
@@ -136,7 +142,7 @@ def test_a_survivor_has_the_experts_of_the_dead(dtype: torch.dtype, load: int, m
         share_expert_gradients(owner, back, Ring((to_keeper,), wire.end(OWNER)), OWNER)
         share_expert_gradients(keeper, experts, Ring((to_keeper,), wire.end(KEEPER)), KEEPER)
         assert back.copy.cost.bytes_sent == 4 * experts.copy.elements
-        experts.copy.begin_step(keeper.optimizer, 1.0, None, HOST)
+        experts.copy.prepare_step(keeper.optimizer, 1.0, None, HOST)
         step(keeper)
         step(owner)
     assert digest_of(experts.copy.part) == digest_of(expert_part(owner))

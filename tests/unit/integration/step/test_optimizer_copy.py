@@ -88,7 +88,7 @@ def test_it_is_what_the_owner_has_after_every_step(
         owner.optimizer.step()
         copy.gradient = torch.cat(gradients) * (scale or 1.0)
         with largest_step(monkeypatch) as largest:
-            copy.begin_step(buddy, 1.0, inverse, HOST)
+            copy.prepare_step(buddy, 1.0, inverse, HOST)
             stepped = copy.part.values()
         assert 0 < max(largest) <= load
         for master, entry in zip(masters, stepped, strict=True):
@@ -120,7 +120,7 @@ def test_steps_that_are_counted_for_groups() -> None:
     buddy = SimpleNamespace(optimizer=Counting(), config=SimpleNamespace(clip_grad=0.0))
     copy = PartCopy(2, {Range("p", 0, 2): Entry(Place(0, 0), {MASTER: torch.ones(2)})}, counted=6)
     copy.gradient = torch.ones(2)
-    copy.begin_step(buddy, 1.0, None, HOST)
+    copy.prepare_step(buddy, 1.0, None, HOST)
     assert copy.counted == 7 and seen == [(7, 1)]
     assert buddy.optimizer.param_groups[0]["step"] == 1
     assert torch.equal(copy.part[Range("p", 0, 2)].tensors[MASTER], torch.zeros(2))
@@ -169,7 +169,7 @@ def test_matrices_are_stepped_whole_and_while_nothing_else_computes(memory: Host
         muon.step()
         adam.step()
         copy.gradient = torch.cat([gradient.flatten() for gradient in gradients])
-        copy.begin_step(buddy, 1.0, None, HOST)
+        copy.prepare_step(buddy, 1.0, None, HOST)
         for each, entry in zip(owned, copy.part.values(), strict=True):
             expected = {MASTER: each, **(muon if each.dim() > 1 else adam).state[each]}
             assert expected.keys() == entry.tensors.keys()
@@ -182,9 +182,28 @@ def test_no_part_of_a_copy_is_left_behind() -> None:
     buddy = SimpleNamespace(optimizer=torch.optim.SGD([torch.zeros(1)]), config=SimpleNamespace(clip_grad=0.0))
     copy = PartCopy(2, {Range("p", 0, 2): Entry(Place(1, 0), {MASTER: torch.ones(2)})})
     copy.gradient = torch.ones(2)
-    copy.begin_step(buddy, 1.0, None, HOST)
+    copy.prepare_step(buddy, 1.0, None, HOST)
     with pytest.raises(RuntimeError, match="worker 2 has an optimizer for its part that this worker doesn't have"):
         copy.part  # noqa: B018
+
+
+def test_a_step_that_is_begun_is_taken_while_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_go, threads = threading.Event(), list[threading.Thread]()
+
+    def step(copy: PartCopy, *others: Any) -> None:
+        threads.append(threading.current_thread())
+        assert let_go.wait(30.0)
+
+    monkeypatch.setattr(PartCopy, "_step", step)
+    copy = PartCopy(2, {Range("p", 0, 2): Entry(Place(0, 0), {MASTER: torch.ones(2)})})
+    copy.gradient = torch.ones(2)
+    copy.prepare_step(optimizer([torch.randn(4)]), 1.0, None, HOST)
+    assert threads == [], "it waits until it is begun"
+    copy.begin_step()
+    copy.begin_step()
+    let_go.set()
+    assert copy.part and copy.cost.steps == 1
+    assert threads != [threading.main_thread()] and len(threads) == 1
 
 
 def test_all_steps_are_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
