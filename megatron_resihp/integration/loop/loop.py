@@ -33,7 +33,7 @@ from megatron_resihp.integration.saves.pending import directory_of_saves
 from megatron_resihp.integration.state.digests import record_digests
 from megatron_resihp.integration.state.extra_state import extra_digests
 from megatron_resihp.integration.step.optimizer_buddies import tell_cost
-from megatron_resihp.integration.step.step import agreed_losses, is_time_up, tell_metrics
+from megatron_resihp.integration.step.step import agreed_losses, begin_copys_step, is_time_up, tell_metrics
 from megatron_resihp.integration.world.group_needs import timeout_of
 from megatron_resihp.plan import data_parallel_of
 from megatron_resihp.protocol.logs import Place
@@ -172,6 +172,7 @@ def wrap_train_step(runtime: Runtime, original: Callable[..., StepReturn]) -> Ca
         runtime.orders.validation = None
         runtime.mode.begin_iteration()
         begin_iteration(runtime)
+        begin_copys_step(runtime)
         result = original(*positional, iteration=iteration, **options)
         if runtime.progress.stage is IterationPhase.STEPPED:  # Megatron may end the job before the step
             runtime.probes.finish()

@@ -82,7 +82,6 @@ def agreed_step(runtime: Runtime) -> StepResult:
             runtime.mode.after_step()
     # The device has work now, and no other worker waits for this one.
     runtime.probes.flush()
-    begin_copys_step(runtime)
     return not outcome.skipped, outcome.grad_norm, outcome.zeros
 
 
@@ -308,7 +307,7 @@ def take_step(runtime: Runtime, outcome: Outcome) -> None:
 
 
 def begin_copys_step(runtime: Runtime) -> None:
-    """After the own step: on few cores it would take longer beside the copy's, and others wait for its parameters."""
+    """Called where the host will wait for its device: beside the own step both would take longer, and others wait."""
     if runtime.held.copy is not None:
         runtime.held.copy.begin_step()
 
