@@ -6,6 +6,7 @@ Imports numpy, `plan` and this package.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -18,6 +19,8 @@ from megatron_resihp.plan import Replica
 
 Array = NDArray[np.float64]
 F, B, W = OpKind
+NETWORK_BANDWIDTH: Final = 25e9
+"""Bytes/s from node to node for each device, if nothing else is known: a network card of 200 Gb/s for each GPU."""
 
 
 @dataclass(frozen=True)

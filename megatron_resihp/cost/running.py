@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from megatron_resihp.config import HOST
-from megatron_resihp.cost.device import Device, layer_work
+from megatron_resihp.cost.device import NETWORK_BANDWIDTH, Device, layer_work
 from megatron_resihp.cost.emulated import FLOPS, device_of, seconds_of
 from megatron_resihp.cost.fitted.model import CostModel
 from megatron_resihp.cost.host_sums import HostSums
@@ -25,7 +25,6 @@ from megatron_resihp.plan import Chunk, OwnSplit
 from megatron_resihp.protocol.planning import KnownJob
 
 _MEMORY: Final = 80 << 30
-_BANDWIDTH: Final = 25e9
 _HOST_BANDWIDTH: Final = 2e9
 """Bytes/s of what gloo carries between two processes through host memory; measured on one machine, docs/gpu.md."""
 _HOST_SUMS_BANDWIDTH: Final = 1.4e9
@@ -64,7 +63,7 @@ def cost_of_job(
     training = replace(training, expert_groups=job.tensor_parallel // (shared.members or job.tensor_parallel))
     memory = usable(job.device_memory or _MEMORY, job.memory_reserve)
     host = job.host_memory or 0
-    device, alone = Device(FLOPS, bandwidth=_BANDWIDTH, memory=memory, host=host), None
+    device, alone = Device(FLOPS, bandwidth=NETWORK_BANDWIDTH, memory=memory, host=host), None
     measured = dict[int, Array]()
     if job.emulated:
         profile = _profile(job.emulated)

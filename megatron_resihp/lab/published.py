@@ -87,15 +87,16 @@ def job(model: str, micro_batches: int) -> Sizes:
         KeyError: no such job exists.
     """
     tensor, data, pipeline = facts()["layouts"][model]
+    testbed = facts()["testbed"]
     sizes = Sizes(
         model=preset(model),
         training=Training(sequence_length=SEQUENCE),
-        device=a100(reserve=0.0),
+        device=a100(reserve=0.0, gbps=testbed["inter_node_gbps"] / testbed["gpus_per_node"]),
         tensor=tensor,
         pipeline=pipeline,
         data=data,
         micro_batches=micro_batches,
-        workers_per_node=facts()["testbed"]["gpus_per_node"],
+        workers_per_node=testbed["gpus_per_node"],
     )
     table = facts()["fail_stop"]["samples_per_s"]
     if model in table:

@@ -16,7 +16,7 @@ from megatron_resihp.simulator.cluster import Delays
 from megatron_resihp.simulator.documents import Regime, draw_squares
 from megatron_resihp.simulator.json_table import Table, TableError
 from megatron_resihp.simulator.scenario import Scenario, ScenarioError
-from megatron_resihp.simulator.sizes import Sizes, SizesError, a100, sharers_of_experts
+from megatron_resihp.simulator.sizes import GBPS, Sizes, SizesError, a100, sharers_of_experts
 from megatron_resihp.simulator.traces import HOUR, Event, Trace, What
 
 DRAWS: Final = 8
@@ -84,7 +84,7 @@ def _sizes(job: Table) -> Sizes:
         efficiency=job.number("efficiency", 0.45, above=0.0),
         memory_gib=job.number("memory_gib", 80.0, above=0.0),
         reserve=_reserve(job),
-        gbps=job.number("gbps", 25.0, above=0.0),
+        gbps=job.number("gbps", GBPS, above=0.0),
     )
     tensor, context = job.whole("tp", 1), job.whole("cp", 1)
     expert, expert_tensor = job.whole("ep", 1), job.whole("etp", tensor)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from megatron_resihp.config import MEMORY_RESERVE
-from megatron_resihp.cost.device import Device
+from megatron_resihp.cost.device import NETWORK_BANDWIDTH, Device
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.layers import Model
 from megatron_resihp.cost.memory import check_plan
@@ -26,9 +26,8 @@ EFFICIENCY: Final = 0.45
 TP_EFFICIENCY: Final = {1: 1.0, 2: 0.97, 4: 0.93, 8: 0.86}
 """Share of that rate in a tensor-parallel group inside a node, whose all-reduces are not hidden."""
 LATENCY_S: Final = 20e-6
-GBPS: Final = 25.0
-"""Gb/s from node to node for each of 8 GPUs that share a link of 200 Gb/s (ResiHP's testbed, arXiv 2605.06374)."""
-
+GBPS: Final = NETWORK_BANDWIDTH * 8 / 1e9
+"""Gb/s from node to node for each GPU, as running jobs assume."""
 NODE_GBPS: Final = 2400.0
 """Gb/s of an A100 to the others of its node (NVLink 3, in one direction)."""
 

@@ -65,8 +65,9 @@ def add_size_arguments(parser: argparse.ArgumentParser) -> None:
         "--tflops", type=float, default=312.0, metavar="X", help="peak TFLOP/s of each GPU (default %(default)g)"
     )
     device.add_argument(
-        "--gbps", type=float, default=25.0, metavar="X", help="bandwidth of each GPU to others, in Gbit/s (default 25)"
-    )
+        "--gbps", type=float, default=200.0, metavar="X",
+        help="bandwidth of each GPU to other nodes, in Gbit/s (default %(default)g: a network card per GPU)",
+    )  # fmt: skip
 
 
 def add_uneven_argument(group: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:

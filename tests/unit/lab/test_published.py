@@ -41,6 +41,10 @@ def test_the_fault_free_column_is_reproduced(model: str, micro_batches: int) -> 
     assert 0 < found.device.efficiency < 1
 
 
+def test_gpus_share_the_testbeds_links_between_nodes(sizes: Sizes) -> None:
+    assert sizes.device.bandwidth == 200e9 / 8 / 8  # bytes/s of 200 Gb/s, for each of 8 GPUs
+
+
 def test_models_without_a_column_take_their_familys_efficiency() -> None:
     family = [published.job(name, 64).device.efficiency for name in published.models() if name.startswith("llama")]
     assert min(family) < published.job("llama2-70b", 64).device.efficiency < max(family)

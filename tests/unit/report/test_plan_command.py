@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_resihp.cli import main
+from megatron_resihp.cli import command_parser, main
+from megatron_resihp.cost.device import NETWORK_BANDWIDTH
 from megatron_resihp.cost.fitted.fit import fit
 from megatron_resihp.cost.fitted.model import CostModel
 from megatron_resihp.cost.fitted.store import save
@@ -25,7 +26,7 @@ from megatron_resihp.planner.evaluation import evaluate
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.strategies.registry import FOR_SHARERS, STRATEGIES
 from megatron_resihp.protocol.planning import KnownJob
-from megatron_resihp.report.plan.source import megatron_arguments
+from megatron_resihp.report.plan.source import megatron_arguments, source_of
 
 SIZES = ("--model", "llama2-7b", "--gpus", 16, "--tp", 4, "--pp", 2, "--micro-batches", 8)
 
@@ -70,6 +71,11 @@ def test_a_change_has_to_pay_until_the_next_event(capsys: pytest.CaptureFixture[
         slow = ("--slow", "1=0.5", "--strategy", "joint", "--until-next-event", hours)
         assert plan(*SIZES, *slow, "--json") == 0
         assert bool(as_json(capsys)["strategies"]["joint"]["differences"]) is changes
+
+
+def test_networks_are_as_fast_as_running_jobs_assume() -> None:
+    by_sizes = source_of(command_parser().parse_args(["plan", *map(str, SIZES)]))
+    assert by_sizes.cost.device.bandwidth == NETWORK_BANDWIDTH
 
 
 def test_no_plan_is_told_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_resihp.cli import main
+from megatron_resihp.cost.device import NETWORK_BANDWIDTH
 from megatron_resihp.lab.strategies import FOR_SHARERS as BASELINES
 from megatron_resihp.planner.strategies.registry import FOR_SHARERS
 from megatron_resihp.simulator.scenario_file import scenario_of
@@ -99,6 +100,10 @@ def test_the_manuals_example_is_a_scenario(repository: Path) -> None:
     text = (repository / "docs" / "planning.md").read_text()
     found = scenario_of(json.loads(text.partition("```json")[2].partition("```")[0]))
     assert len(found.traces) == 3 and found.strategies == ("joint", "oobleck+greyhound") and found.squares
+
+
+def test_networks_are_as_fast_as_running_jobs_assume() -> None:
+    assert scenario_of({"job": JOB}).sizes.device.bandwidth == NETWORK_BANDWIDTH
 
 
 def test_micro_batches_of_an_iteration_hold_unlike_documents() -> None:
