@@ -84,30 +84,38 @@ def command_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_Version, help="print this package's and its dependencies' versions")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    launch = commands.add_parser("launch", help="start a training script on this node and keep the job running")
+    launch = _parser(commands, "launch", "start a training script on this node and keep the job running")
     launch_options.add_arguments(launch)
     launch.set_defaults(run=lambda namespace: launcher.run(namespace, RunReport))
-    coordinator = commands.add_parser("coordinator", help="run a job's coordinator apart from its nodes, so that the "
-        "job outlives any of them")  # fmt: skip
+    coordinator = _parser(
+        commands, "coordinator", "run a job's coordinator apart from its nodes, so that the job outlives any of them"
+    )
     coordinator_command.add_arguments(coordinator)
     coordinator.set_defaults(run=lambda namespace: coordinator_command.run(namespace, RunReport))
-    _add(commands, "check", check_command, "say whether a job would be accepted, and what it would survive")
-    _add(commands, "health", health_command, "say whether this node is fit to join a job")
+    _add(commands, "check", check_command, "check whether a job would be accepted, and which losses it would survive")
+    _add(commands, "health", health_command, "check whether this node is fit to join a job")
     _add(commands, "inject", inject, "slow a worker or a link of a running job, or end a slowdown")
     _add(commands, "apply", apply, "ask a running job to change to a given plan")
-    _add(commands, "drain", drain, "have nodes or workers leave a running job in order; the job goes on without them")
-    _add(commands, "stop", stop, "end a running job in order after an iteration")
-    _add(commands, "checkpoint", checkpoint, "say how to continue from the state that survivors of a job have saved")
-    _add(commands, "emergency", emergency_command, "make a checkpoint of what survivors of a job have saved in parts")
-    _add(commands, "replay", replay, "say what the coordinator of a job decided, and whether it would again")
-    _add(commands, "report", report_command, "say what happened in a run, from its event log")
+    _add(
+        commands, "drain", drain, "take nodes or workers out of a running job gracefully; the job goes on without them"
+    )
+    _add(commands, "stop", stop, "end a running job gracefully after an iteration")
+    _add(commands, "checkpoint", checkpoint, "say how to continue from the state that a job's survivors saved")
+    _add(commands, "emergency", emergency_command, "make a checkpoint from the parts that a job's survivors saved")
+    _add(
+        commands,
+        "replay",
+        replay,
+        "show what a job's coordinator decided, and check that it would decide the same again",
+    )
+    _add(commands, "report", report_command, "summarize a run from its event log")
     _add(commands, "detect", detect_command, "say which workers were slow, from a run's records or a table of times")
     _add(commands, "plan", plan_command, "find the best plan for a job with dead or slow workers")
     _add(commands, "simulate", simulate_command, "compare strategies under failures on a simulated cluster")
     commands.choices["simulate"].set_defaults(published=_published_experiments, baselines=_baselines)
     commands.choices["plan"].set_defaults(baselines=_baselines)
-    script = commands.add_parser("script", help="say where a script of this package is")
-    script.add_argument("name", choices=SCRIPTS, help="such as in: resihp launch $(resihp script pretrain_gpt.py)")
+    script = _parser(commands, "script", "print the path of a script that comes with this package")
+    script.add_argument("name", choices=SCRIPTS, help="for example: resihp launch $(resihp script pretrain_gpt.py)")
     script.set_defaults(run=_say_where_script_is)
     return parser
 
@@ -157,9 +165,15 @@ class _Version(argparse.Action):
 
 def _add(commands: Any, name: str, module: ModuleType, what: str) -> None:
     """Add a sub-command whose module has `add_arguments` and `run`."""
-    parser = commands.add_parser(name, help=what)
+    parser = _parser(commands, name, what)
     module.add_arguments(parser)
     parser.set_defaults(run=module.run)
+
+
+def _parser(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
+    """A sub-command's parser, whose own help says what it does, too."""
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
+    return parser
 
 
 if __name__ == "__main__":

@@ -228,12 +228,12 @@ class ResihpConfig:
     )
     resihp_answer_timeout: float = _flag(
         1800.0,
-        "How long a worker that saw a communication error waits for a suspended coordinator before it counts the "
-        "coordinator as lost.",
+        "How long a worker with a communication error waits for a suspended coordinator before it gives the "
+        "coordinator up for lost.",
         metavar="SECONDS",
     )  # fmt: skip
     resihp_emulate: str | None = _flag(
-        None, "Let CPU workers take the time that a device would take: a profile's JSON file, or one of h800 and a100.",
+        None, "Let CPU workers take as long as an emulated device would: a profile's JSON file, or h800 or a100.",
         metavar="PROFILE",
     )  # fmt: skip
 
@@ -271,7 +271,7 @@ class ResihpConfig:
     )  # fmt: skip
 
     resihp_act: str = _flag(
-        ACTS[0], "What to do when another plan would be faster. observe: only write so to the event log; "
+        ACTS[0], "What to do when another plan would be faster. observe: only log an event; "
         "ask: write the plan to RUN_DIR/proposals, for `resihp apply`; act: change to it.", metavar="MODE",
     )  # fmt: skip
     resihp_seconds_between_changes: float = _flag(

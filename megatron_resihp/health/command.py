@@ -20,9 +20,8 @@ from megatron_resihp.health import measures
 from megatron_resihp.health.findings import Measured, problems
 
 EPILOG: Final = """\
-Run it on each node before `resihp launch`: as many processes as the node is to have workers try their GPUs, and sum
-over all of them. The exit code is 0 if the node is fit, 1 if it isn't (a line for each reason), and 2 if nothing was
-tried.
+Run it on each node before `resihp launch`. It starts one process per worker; each tests its GPU, and together they sum
+over all GPUs. The exit code is 0 if the node is fit, 1 if it isn't (one line per reason), and 2 if nothing was tested.
 
   resihp health --nproc-per-node gpu --run-dir /shared/runs/my-run
 """
@@ -34,15 +33,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     add = parser.add_argument
-    add("--nproc-per-node", default="gpu", metavar="N", help="workers on this node, or gpu: as many as it has GPUs "
-        "(default gpu)")  # fmt: skip
-    add("--run-dir", type=Path, metavar="DIR", help="run directory of the job, or one on the same file system: its "
-        "free space and this node's clock against the file system's are checked (default: neither)")  # fmt: skip
+    add("--nproc-per-node", default="gpu", metavar="N", help="workers on this node, or gpu: one per GPU (default gpu)")
+    add("--run-dir", type=Path, metavar="DIR", help="run directory of the job, or one on the same file system: also "
+        "checks its free space, and this node's clock against the file system's")  # fmt: skip
     add("--interface", metavar="NAME", help="network interface that workers will use (default: torch chooses)")
     add("--min-free-gib", type=float, default=1.0, metavar="GIB", help="free space that /dev/shm, the temporary "
         "directory and the run directory must have (default 1)")  # fmt: skip
-    add("--timeout", type=float, default=120.0, metavar="SECONDS", help="for GPUs and sums (default 120)")
-    add("--stand-in", action="store_true", help="the node's workers train on CPUs")
+    add(
+        "--timeout",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="limit for the tests of GPUs and sums (default 120)",
+    )
+    add("--stand-in", action="store_true", help="test CPUs in place of GPUs")
     add("--json", action="store_true", help="print what was measured, and the problems, as JSON")
 
 

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run directory of the job")
-    parser.add_argument("plan", type=Path, metavar="PLAN.json", help="the plan to take")
+    parser.add_argument("plan", type=Path, metavar="PLAN.json", help="the plan to change to")
     parser.add_argument("--strategy", metavar="NAME", help="whose plan, where the file has those of several strategies")
 
 

@@ -21,17 +21,18 @@ from megatron_resihp.control.transport.address import Address, parse_address
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `resihp coordinator`."""
     add, usual = parser.add_argument, LaunchOptions
-    add("--listen", metavar="HOST:PORT", help="address of this machine, where the nodes find the coordinator; they are "
-        f"launched with it as --coordinator (default: this host's name, port {PORTS[C10D]})")  # fmt: skip
-    add("--nnodes", required=True, metavar="N", help="nodes of the job, or MIN:MAX, as for resihp launch")
-    add("--nproc-per-node", type=int, default=1, metavar="N", help="workers on each node (default 1)")
-    add("--run-dir", type=Path, required=True, metavar="DIR", help="logs and events go here; the nodes share it")
+    add("--listen", metavar="HOST:PORT", help="address of this machine where the nodes reach the coordinator: "
+        f"their --coordinator (default: this host's name, port {PORTS[C10D]})")  # fmt: skip
+    add("--nnodes", required=True, metavar="N", help="number of nodes, or MIN:MAX, as for resihp launch")
+    add("--nproc-per-node", type=int, default=1, metavar="N", help="workers per node (default 1)")
+    add("--run-dir", type=Path, required=True, metavar="DIR", help="directory for logs and events, which all "
+        "nodes share")  # fmt: skip
     add_control(add)
     add("--standby", action="store_true", help="wait until the coordinator of the job that --control names is "
-        "lost, and take its place")  # fmt: skip
+        "lost, then take its place")  # fmt: skip
     for name, default_s, meaning in (
-        ("heartbeat", usual.heartbeat_timeout_s, "silence after which nodes are declared dead"),
-        ("survivor", usual.survivor_timeout_s, "time in which survivors must report, or are declared dead"),
+        ("heartbeat", usual.heartbeat_timeout_s, "nodes that are silent for this long are declared dead"),
+        ("survivor", usual.survivor_timeout_s, "survivors that do not report within this time are declared dead"),
         (
             "connect",
             usual.connect_timeout_s,
@@ -40,10 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         add(f"--{name}-timeout", type=float, default=default_s, metavar="SECONDS",
             help=f"{meaning} (default %(default)g)")  # fmt: skip
-    add("--min-workers", type=int, default=usual.min_workers, metavar="N", help="when fewer than N workers survive, "
-        "have them save what they hold and end (default: go on as long as there is a plan)")  # fmt: skip
+    add("--min-workers", type=int, default=usual.min_workers, metavar="N", help="if fewer than N workers survive, "
+        "they save their state and the job ends (default: go on as long as there is a plan)")  # fmt: skip
     add("--drain-deadline", type=float, default=usual.drain_deadline_s, metavar="SECONDS", help="how long "
-        "workers that were told to leave, by SIGTERM or resihp drain, may take before they count as dead (default "
+        "workers that were told to leave, by SIGTERM or resihp drain, may take before they are declared dead (default "
         "%(default)g)")  # fmt: skip
 
 

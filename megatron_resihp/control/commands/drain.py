@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`resihp drain`: has nodes or workers leave a running job in order.
+"""`resihp drain`: takes nodes or workers out of a running job gracefully.
 
 May import: the standard library and this package's modules.
 """
@@ -15,8 +15,8 @@ from megatron_resihp.control.commands import contact
 from megatron_resihp.protocol.messages import DrainRequest
 
 EPILOG = """\
-The workers finish the iteration, and the others go on without them by a change of plan. A node's launcher then ends
-with 0. If there is no plan without them, the whole job ends in order and, with its --save, is saved.
+The workers finish the iteration. The others go on without them, by a change of plan. A node's launcher then ends with
+0. If there is no plan without them, the whole job ends gracefully, and is saved if it has --save.
 
   resihp drain runs/my-run node:1
   resihp drain runs/my-run worker:5 worker:6 --deadline 60
@@ -33,11 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=_named,
         metavar="node:RANK|worker:ID",
-        help="nodes or workers that are to leave; not node 0 if it runs the coordinator",
+        help="nodes or workers to take out; not node 0 if it runs the coordinator",
     )
     parser.add_argument(
-        "--deadline", type=_seconds, metavar="SECONDS", help="how long they may take to leave before they count as "
-        "dead (default: the --drain-deadline that the job was launched with)"
+        "--deadline", type=_seconds, metavar="SECONDS", help="how long they may take to leave before they are "
+        "declared dead (default: the --drain-deadline that the job was launched with)"
     )  # fmt: skip
 
 

@@ -23,13 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     slow = kinds.add_parser("slow", help="slow a worker down")
     slow.add_argument("workers", nargs=1, type=_worker, metavar="WORKER", help="worker id")
     slow.add_argument("factor", metavar="SPEED", help="speed relative to its own, in (0, 1]; 1 ends it")
-    link = kinds.add_parser("link", help="slow a link down; on the emulated clock only")
+    link = kinds.add_parser("link", help="slow a link down; needs the emulated clock")
     link.add_argument("workers", nargs=2, type=_worker, metavar="WORKER", help="ids of the workers at its ends")
     link.add_argument("factor", metavar="FACTOR", help="bandwidth relative to its own, in (0, 1]; 1 ends it")
-    clear = kinds.add_parser("clear", help="let all workers and links run at full speed again")
+    clear = kinds.add_parser("clear", help="end all slowdowns")
     clear.set_defaults(workers=[], factor="1")
     for kind in (slow, link, clear):
-        meaning = f"run directory of the job (default: the newest in {RUNS} that runs)"
+        meaning = f"run directory of the job (default: the newest running job's in {RUNS})"
         kind.add_argument("--run-dir", type=Path, metavar="DIR", help=meaning)
 
 

@@ -109,43 +109,53 @@ class LaunchOptions:
 
 def add_control(add: Callable[..., Any]) -> None:
     """`--control`, of what runs the coordinator."""
-    add("--control", metavar="etcd://HOST:PORT,HOST:PORT/RUN", help="also keep decisions in this etcd, under the name "
-        "RUN, and carry out none that etcd has not stored; append ?lease=SECONDS to say how long a silent coordinator "
-        "keeps its lease, 10 by default (default: decisions are only in the run directory)")  # fmt: skip
+    add("--control", metavar="etcd://HOST:PORT,HOST:PORT/RUN", help="also store the coordinator's decisions in this "
+        "etcd, under the name RUN; none is carried out before etcd has stored it. Append ?lease=SECONDS to set how "
+        "long a silent coordinator keeps its lease, 10 by default (default: only in the run directory)")  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `resihp launch`."""
     add = parser.add_argument
-    add("--nproc-per-node", metavar="N", help="workers on each node, or gpu: as many as it has GPUs (default 1)")
-    add("--nnodes", metavar="N", help="nodes of the job, or MIN:MAX: it begins with nodes 0 to MIN-1, and "
-        "the others up to MAX-1 may be launched at any later time and join it (default 1)")  # fmt: skip
+    add("--nproc-per-node", metavar="N", help="workers per node, or gpu: one per GPU (default 1)")
+    add("--nnodes", metavar="N", help="number of nodes, or MIN:MAX: the job starts with nodes 0 to MIN-1, and "
+        "nodes up to MAX-1 may join at any later time (default 1)")  # fmt: skip
     add("--node-rank", type=int, metavar="RANK", help="this node's rank, from 0 (default 0)")
-    add("--coordinator", metavar="HOST:PORT", help="address at which node 0, or resihp coordinator, serves the "
-        "control plane; the same on all nodes, and needed for several unless torchrun's flags give it")  # fmt: skip
+    add("--coordinator", metavar="HOST:PORT", help="address where node 0, or resihp coordinator, serves the "
+        "control plane: the same on all nodes, and required with several unless torchrun's flags give it; an IPv6 "
+        "address in brackets: [fd00::1]:29400")  # fmt: skip
     add_control(add)
     add("--interface", metavar="NAME", help="network interface that this node's workers use, for gloo and NCCL, such "
         "as eth0 (default: torch chooses)")  # fmt: skip
-    add("--run-dir", type=Path, metavar="DIR", help=f"logs and events go here (default {RUNS}/DATE-TIME)")
-    add("--logs", choices=MODES, help="workers' output: RUN_DIR/logs/worker_N.log, or lines marked "
-        "[wN] on standard output, or both (default file)")  # fmt: skip
+    add("--run-dir", type=Path, metavar="DIR", help="directory for logs and events, which all "
+        f"nodes share (default {RUNS}/DATE-TIME)")  # fmt: skip
+    add("--logs", choices=MODES, help="workers' output: file: to RUN_DIR/logs/worker_N.log; prefix: to "
+        "standard output, with [wN] before each line; or both (default file)")  # fmt: skip
     for name, default_s, meaning in (
-        ("heartbeat", LaunchOptions.heartbeat_timeout_s, "silence after which workers and nodes are declared dead"),
-        ("notice", LaunchOptions.notice_timeout_s, "the same for workers once another one has failed"),
-        ("survivor", LaunchOptions.survivor_timeout_s, "time in which survivors must report, or are declared dead"),
+        (
+            "heartbeat",
+            LaunchOptions.heartbeat_timeout_s,
+            "workers and nodes that are silent for this long are declared dead",
+        ),
+        ("notice", LaunchOptions.notice_timeout_s, "the same for workers once a failure was announced"),
+        (
+            "survivor",
+            LaunchOptions.survivor_timeout_s,
+            "survivors that do not report within this time are declared dead",
+        ),
         ("connect", LaunchOptions.connect_timeout_s, "how long nodes wait for each other at the start"),
     ):
         add(f"--{name}-timeout", type=float, metavar="SECONDS", help=f"{meaning} (default {default_s:g})")
     add("--max-restarts", type=int, metavar="N", help="restart each dead worker at most N times; the others keep "
         "training, and then admit it (default 0)")  # fmt: skip
-    add("--min-workers", type=int, default=LaunchOptions.min_workers, metavar="N", help="when fewer than N workers "
-        "survive, save what they hold and end (default: go on as long as there is a plan)")  # fmt: skip
+    add("--min-workers", type=int, default=LaunchOptions.min_workers, metavar="N", help="if fewer than N workers "
+        "survive, they save their state and the job ends (default: go on as long as there is a plan)")  # fmt: skip
     add("--drain-deadline", type=float, default=LaunchOptions.drain_deadline_s, metavar="SECONDS", help="how long "
-        "workers that were told to leave, by SIGTERM or resihp drain, may take before they count as dead (default "
+        "workers that were told to leave, by SIGTERM or resihp drain, may take before they are declared dead (default "
         "%(default)g)")  # fmt: skip
     add("--stand-in", action="store_true", help="train on CPUs, with a stand-in for CUDA")
     torchrun_flags.add_flags(parser)
-    add("script", metavar="SCRIPT", help="training script; all that follows belongs to it")
+    add("script", metavar="SCRIPT", help="training script; everything after it is passed to the script")
     add("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 

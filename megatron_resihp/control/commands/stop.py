@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`resihp stop`: ends a running job in order.
+"""`resihp stop`: ends a running job gracefully.
 
 May import: the standard library and this package's modules.
 """
@@ -17,8 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `resihp stop`."""
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run directory of the job")
     parser.add_argument(
-        "--save", action="store_true", help="only if its state is saved as it ends: a job without Megatron's --save "
-        "goes on, with a line that says so"
+        "--save", action="store_true", help="end it only if that saves its state: a job without Megatron's --save goes "
+        "on, and one line says so"
     )  # fmt: skip
 
 

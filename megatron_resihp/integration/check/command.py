@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from megatron_resihp.integration.check.script import ScriptFlags
 
 EPILOG: Final = """\
-Give what you would give to `resihp launch`. The exit code is 0 if the job would be accepted, and 2 if it would be
+Give it the arguments of `resihp launch`. The exit code is 0 if the job would be accepted, and 2 if it would be
 refused.
 
   resihp check --nnodes 2 --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ... --resihp
@@ -49,9 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `resihp check`: those of `resihp launch`, and a few of its own."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
-    parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
-        "--memory-gib", type=float, metavar="GIB", help="memory of each GPU: then it says whether plans fit"
+        "--memory-gib", type=float, metavar="GIB", help="memory of each GPU: also says whether plans fit"
     )
     launch_options.add_arguments(parser)
 

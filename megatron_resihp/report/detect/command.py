@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     parser.add_argument("source", type=Path, nargs="?", metavar="RUN_DIR|FILE", help="a run, or a .csv or .jsonl file")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where results go (default: beside the input)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="directory for the results (default: beside the input)")
     parser.add_argument(
         "--false-alarms-per-job", type=float, metavar="RATE",
         help=f"false alarms accepted in a job (default: the job's own setting, or {FALSE_ALARMS_PER_JOB})",

@@ -39,7 +39,7 @@ def add_size_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that give a job's sizes, and its devices."""
     job = parser.add_argument_group("the job, unless RUN_DIR is given")
     job.add_argument("--model", metavar="NAME", help=f"one of {', '.join(PRESETS)}")
-    job.add_argument("--gpus", type=int, metavar="N", help="how many (default TP x CP x PP x DP)")
+    job.add_argument("--gpus", type=int, metavar="N", help="number of GPUs (default TP x CP x PP x DP)")
     job.add_argument("--tp", type=int, metavar="N", help="tensor-parallel degree (default 1)")
     job.add_argument("--pp", type=int, metavar="N", help="pipeline stages (default 1)")
     job.add_argument("--cp", type=int, metavar="N", help="context-parallel degree (default 1)")
@@ -55,7 +55,9 @@ def add_size_arguments(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--sequence-parallel", action="store_true", default=None, help="as in Megatron")
     job.add_argument("--distributed-optimizer", action="store_true", default=None, help="as in Megatron")
     device = parser.add_argument_group("the devices")
-    device.add_argument("--workers-per-node", type=int, metavar="N", help="default 8, or as RUN_DIR says")
+    device.add_argument(
+        "--workers-per-node", type=int, metavar="N", help="workers per node (default 8, or as RUN_DIR says)"
+    )
     device.add_argument("--memory-gib", type=float, default=80.0, metavar="GIB", help="memory of each GPU (default 80)")
     device.add_argument(
         "--memory-reserve", type=float, metavar="PERCENT",

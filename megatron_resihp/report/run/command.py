@@ -28,19 +28,19 @@ class _BadInput(Exception):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `resihp report`."""
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help=f"directory of a run, with its {FILE_NAME}")
-    parser.add_argument("--json", action="store_true", help="print the summary as JSON instead of a page")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="also draw loss and throughput to this file")
     parser.add_argument(
         "--reference", type=Path, metavar="RUN_DIR", action="append", default=[],
-        help="a run without failures to compare the loss with; further ones, of the same job with other data-parallel "
-        "degrees, show the effect of the order of sums alone, and twice that is the bound of --check",
+        help="a run without failures to compare the loss with. With several, of the same job with different "
+        "data-parallel degrees, --check allows twice the difference among them, which only the order of sums causes",
     )  # fmt: skip
     parser.add_argument(
         "--check",
         action="store_true",
         help="exit with 1 unless the run reached its last iteration, each sample was recorded once and in its place "
-        "and, with --reference, each iteration's loss is the same but for a relative difference of "
-        f"{REORDERED:g}, or the bound from several references",
+        "and, with --reference, each iteration's loss differs by at most "
+        f"{REORDERED:g}, relatively, or by the bound from several references",
     )
 
 

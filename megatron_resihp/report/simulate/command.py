@@ -29,8 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     parser.add_argument("scenario", nargs="?", metavar="SCENARIO", help="a JSON file, or a published experiment")
-    parser.add_argument("--list", action="store_true", help="name the published experiments")
-    parser.add_argument("--strategies", nargs="+", default=[], metavar="NAME", help="which ones (default: all)")
+    parser.add_argument("--list", action="store_true", help="list the published experiments")
+    parser.add_argument(
+        "--strategies", nargs="+", default=[], metavar="NAME", help="strategies to compare (default: all)"
+    )
     parser.add_argument("--orders", type=int, metavar="N", help="random orders of failures (default 1)")
     parser.add_argument(
         "--micro-batches", type=int, default=64, metavar="N",
@@ -46,7 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_uneven_argument(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument(
-        "--out", type=Path, default=Path("resihp-simulation"), metavar="DIR", help="default %(default)s"
+        "--out",
+        type=Path,
+        default=Path("resihp-simulation"),
+        metavar="DIR",
+        help="directory for the results (default %(default)s)",
     )
     parser.set_defaults(parser=parser)
 

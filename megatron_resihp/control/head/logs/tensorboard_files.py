@@ -16,7 +16,8 @@ class TensorBoardFiles:
             from torch.utils.tensorboard import SummaryWriter
         except ModuleNotFoundError as error:
             raise MissingPackageError(
-                f"--tensorboard-dir needs the package tensorboard on node 0 ({error}); no TensorBoard logs are written"
+                f"--tensorboard-dir needs the package tensorboard where the coordinator runs ({error}); "
+                "no TensorBoard logs are written"
             ) from None
         self._writer: Any = SummaryWriter(log_dir=wish.directory, max_queue=wish.queue_size)
 

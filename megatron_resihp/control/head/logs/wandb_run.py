@@ -24,7 +24,8 @@ class WandbRun:
             import wandb
         except ModuleNotFoundError as error:
             raise MissingPackageError(
-                f"--wandb-project needs the package wandb on node 0 ({error}); nothing is logged to W&B"
+                f"--wandb-project needs the package wandb where the coordinator runs ({error}); nothing is logged "
+                "to W&B"
             ) from None
         os.makedirs(wish.directory, exist_ok=True)
         self._wandb: Any = wandb

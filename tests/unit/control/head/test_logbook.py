@@ -135,7 +135,7 @@ def test_the_line_names_the_flag_and_the_package(
     monkeypatch: pytest.MonkeyPatch, module: str, open_writer: Callable[[], Writer], flag: str
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(MissingPackageError, match=f"{flag} needs the package .* on node 0"):
+    with pytest.raises(MissingPackageError, match=f"{flag} needs the package .* where the coordinator runs"):
         open_writer()
 
 
