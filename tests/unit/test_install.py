@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import json
 import pkgutil
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from importlib.abc import MetaPathFinder
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from megatron_resihp.control.exit_codes import RETRY
 from megatron_resihp.extras import missing
 from megatron_resihp.pipeline.search import annealing
 
@@ -69,6 +71,14 @@ def test_detect(main: Main, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     table.write_text("iteration,seconds\n" + "".join(f"{number},{1 + number % 3 / 100}\n" for number in range(40)))
     assert main(["detect", str(table)]) == 0
     assert "40 iterations" in capsys.readouterr().out
+
+
+def test_a_coordinator_waits_for_nodes(main: Main, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        listen = f"127.0.0.1:{server.getsockname()[1]}"
+    options = ["--listen", listen, "--nnodes", "2", "--run-dir", str(tmp_path), "--connect-timeout", "0.1"]
+    assert main(["coordinator", *options]) == RETRY
+    assert f"1 worker on each of 2 nodes, which join with --coordinator {listen}" in capsys.readouterr().out
 
 
 def test_simulate_names_its_experiments(main: Main, capsys: pytest.CaptureFixture[str]) -> None:
