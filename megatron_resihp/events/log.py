@@ -11,7 +11,7 @@ import json
 import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -20,6 +20,7 @@ from megatron_resihp.events.codec import UnusableEventError, plain, read_event
 from megatron_resihp.events.event import Event
 from megatron_resihp.events.job import RunStarted
 from megatron_resihp.events.nonfinite import jsonable
+from megatron_resihp.events.training import Iteration
 
 FILE_NAME: Final = "events.jsonl"
 
@@ -127,6 +128,28 @@ def read_last_run[E: Event](path: str | os.PathLike[str], kind: type[E]) -> list
                 events.clear()
             _add(value, events, Counter())
     return [event for event in events if isinstance(event, kind)]
+
+
+def read_first_epoch(path: str | os.PathLike[str], most: int) -> list[Iteration]:
+    """The last iterations that a log has of its last run's first epoch, at most so many.
+
+    Other lines are not parsed, as in `read_last_run`, nor are those of more iterations. Raises OSError if it cannot be
+    read at all.
+    """
+    named = b'"event": "%s"'
+    begun, done = (named % kind.name.encode() for kind in (RunStarted, Iteration))
+    lines: deque[bytes] = deque(maxlen=most)
+    with Path(path).open("rb") as file:
+        for line in file:
+            if begun in line:
+                lines.clear()
+            elif done in line and b'"epoch": 0,' in line:
+                lines.append(line)
+    events: list[Event] = []
+    for line in lines:
+        if (value := _parse(line)) is not None:
+            _add(value, events, Counter())
+    return [event for event in events if isinstance(event, Iteration)]
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -29,6 +29,8 @@ from megatron_resihp.control.coordination.decisions.succession import Succession
 from megatron_resihp.control.coordination.requests import Requests
 from megatron_resihp.control.head.detection import Detection, Judge
 from megatron_resihp.control.head.headquarters import EventSink, Headquarters, Job
+from megatron_resihp.control.head.logs.logbook import Logbook
+from megatron_resihp.control.head.logs.own_curves import HEALTHY
 from megatron_resihp.control.node.agent import Agent
 from megatron_resihp.control.node.environment import JobEnvironment, warnings_of
 from megatron_resihp.control.node.link import Link
@@ -65,7 +67,8 @@ from megatron_resihp.control.worker.saved_state import last_save
 from megatron_resihp.events.bus import EventBus
 from megatron_resihp.events.detection import Verdict
 from megatron_resihp.events.log import FILE_NAME as EVENTS
-from megatron_resihp.events.log import read_events, read_last_run
+from megatron_resihp.events.log import read_events, read_first_epoch, read_last_run
+from megatron_resihp.events.training import Iteration
 from megatron_resihp.protocol.notices import ValidationOrder
 from megatron_resihp.protocol.together import Together
 
@@ -238,9 +241,13 @@ def _open_headquarters(options: LaunchOptions, seat: Seat, mailbox: Mailbox) -> 
     if seat.before is None:
         # First of all, so that the log never has an answer before what it answers.
         seat.sink.follow(bus)
-    slow = [] if seat.before is None else still_slow(read_last_run(seat.run_dir / EVENTS, Verdict))
+    slow, healthy = list[Verdict](), list[Iteration]()
+    if seat.before is not None:
+        slow = still_slow(read_last_run(seat.run_dir / EVENTS, Verdict))
+        healthy = read_first_epoch(seat.run_dir / EVENTS, HEALTHY)
     detection = Detection(lambda: _make_judge(seat.run_dir, requests.validate, slow), bus)
     replanner = Replanner(seat.run_dir, size, bus, requests.change_plan)
+    logbook = Logbook(bus, before=healthy)
     if seat.before is not None:
         catch_up(seat.before, slow, bus, seat.sink, seat.run_dir / EVENTS)
     limits = Limits(
@@ -252,7 +259,7 @@ def _open_headquarters(options: LaunchOptions, seat: Seat, mailbox: Mailbox) -> 
         seat.holds.is_followed,
     )  # fmt: skip
     return Headquarters(
-        seat.address, seat.listener, bus, requests, job, meeting, detection, replanner, mailbox.end,
+        seat.address, seat.listener, bus, requests, job, meeting, detection, replanner, logbook, mailbox.end,
         seat.leadership,
     )  # fmt: skip
 

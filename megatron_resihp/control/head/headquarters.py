@@ -91,7 +91,7 @@ class Headquarters:
         bus: takes the run's events; closed at the end.
         requests: what others on node 0 want of the coordinator.
         meeting: where agents of other nodes connect; None where there are none.
-        detection, replanner: ended at the end.
+        detection, replanner, logbook: ended at the end.
         on_end: told, in a thread of this object's, if the store can't be served, or decisions can't be kept.
         leadership: in etcd, which keeps decisions, too; None: only the run directory does.
     """
@@ -106,6 +106,7 @@ class Headquarters:
         meeting: Meeting | None,
         detection: Detection,
         replanner: Replanner,
+        logbook: Logbook,
         on_end: Callable[[Ending], None],
         leadership: Leadership | None = None,
     ) -> None:
@@ -117,7 +118,7 @@ class Headquarters:
         self._meeting = meeting
         self.detection = detection
         self._replanner = replanner
-        self._logbook = Logbook(bus)
+        self._logbook = logbook
         self._on_end = on_end
         self._leadership = leadership
         self._server: StoreServer | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from megatron_resihp.control.head.logs.lane import Lane
@@ -20,6 +20,7 @@ from megatron_resihp.control.head.logs.writer import CarefulWriter
 from megatron_resihp.events.bus import EventBus
 from megatron_resihp.events.event import Event, stamped
 from megatron_resihp.events.job import LogFailed
+from megatron_resihp.events.training import Iteration
 from megatron_resihp.protocol.logs import LogPage, LogsWanted
 
 FINISH_S: Final = 20.0
@@ -43,16 +44,21 @@ class Logbook:
     """Writes what it is given in each of the logs that are wanted.
 
     Args:
-        bus: tells what the plugin's own curves show, and takes what is to be said.
+        bus: tells what the plugin's own curves show, and takes what is to be said. To be followed from the start on:
+            what a coordinator that takes over is told first is what the curves begin with.
         make: makes what writes.
+        before: as of `OwnCurves`.
     """
 
-    def __init__(self, bus: EventBus, make: MakeWriters = make_writers) -> None:
+    def __init__(
+        self, bus: EventBus, make: MakeWriters = make_writers, before: Iterable[Iteration] = ()
+    ) -> None:  # fmt: skip
         self._bus = bus
         self._make = make
         self._lanes: tuple[Lane, ...] = ()
-        self._curves = OwnCurves()
+        self._curves = OwnCurves(before)
         self._curves_lock = threading.Lock()
+        bus.subscribe(self._note, *FOLLOWED)
 
     def take(self, part: LogsWanted | LogPage) -> None:
         """A part of Megatron's log, which is to be written."""
@@ -60,8 +66,6 @@ class Logbook:
             self._put(part)
         elif not self._lanes:
             self._lanes = tuple(Lane(writer, self._tell) for writer in self._make(part, self._tell))
-            if self._lanes:
-                self._bus.subscribe(self._note, *FOLLOWED)
 
     def close(self, timeout_s: float = FINISH_S) -> None:
         """Write all that has come, and end."""

@@ -7,6 +7,7 @@ May import `protocol` and `events`.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from functools import singledispatchmethod
 from statistics import median
 from typing import Final
@@ -24,13 +25,17 @@ HEALTHY: Final = 100
 
 
 class OwnCurves:
-    """Follows a run's events; each iteration gives one point of each curve that is known."""
+    """Follows a run's events; each iteration gives one point of each curve that is known.
 
-    def __init__(self) -> None:
+    Args:
+        before: the last iterations of the first epoch that a coordinator before this one has heard of.
+    """
+
+    def __init__(self, before: Iterable[Iteration] = ()) -> None:
         self._members: frozenset[int] = frozenset()
         self._first_epoch = True
         self._iteration = 0
-        self._healthy: deque[float] = deque(maxlen=HEALTHY)
+        self._healthy = deque((rate for each in before if (rate := _rate(each)) is not None), maxlen=HEALTHY)
         self._slow: set[int] = set()
         self._paused_s = 0.0
 
@@ -72,8 +77,8 @@ class OwnCurves:
             return None
         self._iteration = event.iteration
         values = {"workers_alive": float(len(self._members)), "slow_workers": float(len(self._slow))}
-        if event.samples and event.duration_s:
-            rate = values["samples_per_s"] = event.samples / event.duration_s
+        if (rate := _rate(event)) is not None:
+            values["samples_per_s"] = rate
             if self._first_epoch:
                 self._healthy.append(rate)
             if self._healthy:
@@ -84,3 +89,8 @@ class OwnCurves:
         scalars = tuple(Scalar(name, value, event.iteration) for name, value in named.items())
         rows = (WandbRow(named, event.iteration),)
         return LogPage(event.worker or 0, 0, event.iteration, event.time, scalars, rows=rows)
+
+
+def _rate(event: Iteration) -> float | None:
+    """Samples per second; None: not known."""
+    return event.samples / event.duration_s if event.samples and event.duration_s else None

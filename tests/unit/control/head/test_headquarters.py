@@ -49,13 +49,14 @@ def headquarters(
 
 
 def begun(tmp_path: Any, **of_job: Any) -> tuple[Headquarters, Address, Events, queue.SimpleQueue[Ending]]:
-    beside: Any = SimpleNamespace(close=lambda timeout_s: None)
+    beside: Any = SimpleNamespace(close=lambda timeout_s=0.0: None)
     listener, events, ends = reserve("127.0.0.1", 0), Events(), queue.SimpleQueue[Ending]()
     address = Address("127.0.0.1", listener.getsockname()[1])
     bus = EventBus()
     bus.subscribe(events.put, Event)
     job = Job(JobSize(1, 1), [], SimpleNamespace(), "token", SECRET, tmp_path, **of_job)  # type: ignore[arg-type]
-    return Headquarters(address, listener, bus, Requests(), job, None, beside, beside, ends.put), address, events, ends
+    made = Headquarters(address, listener, bus, Requests(), job, None, beside, beside, beside, ends.put)
+    return made, address, events, ends
 
 
 def test_a_coordinator_that_fails_leaves_an_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
