@@ -31,6 +31,7 @@ from megatron_resihp.control.head.detection import Detection, Judge
 from megatron_resihp.control.head.headquarters import EventSink, Headquarters, Job
 from megatron_resihp.control.head.logs.logbook import Logbook
 from megatron_resihp.control.head.logs.own_curves import HEALTHY
+from megatron_resihp.control.head.logs.writer import Term
 from megatron_resihp.control.node.agent import Agent
 from megatron_resihp.control.node.environment import JobEnvironment, warnings_of
 from megatron_resihp.control.node.link import Link
@@ -247,7 +248,8 @@ def _open_headquarters(options: LaunchOptions, seat: Seat, mailbox: Mailbox) -> 
         healthy = read_first_epoch(seat.run_dir / EVENTS, HEALTHY)
     detection = Detection(lambda: _make_judge(seat.run_dir, requests.validate, slow), bus)
     replanner = Replanner(seat.run_dir, size, bus, requests.change_plan)
-    logbook = Logbook(bus, before=healthy)
+    began = None if seat.before is None else seat.before.began_at
+    logbook = Logbook(bus, Term(seat.token, began, seat.holds.is_followed), before=healthy)
     if seat.before is not None:
         catch_up(seat.before, slow, bus, seat.sink, seat.run_dir / EVENTS)
     limits = Limits(

@@ -61,6 +61,11 @@ class Succession:
         return self.decisions.began.run
 
     @property
+    def began_at(self) -> float:
+        """Unix time of the first step."""
+        return self.decisions.steps[0].now if self.decisions.steps else 0.0
+
+    @property
     def letters(self) -> frozenset[str]:
         """The ids of those that have been decided about."""
         own = (step.letter for step in self.decisions.steps if step.letter is not None)

@@ -37,6 +37,11 @@ class LogPages:
         self.last = page.place
         return True
 
+    def begin_again(self) -> None:
+        """Pages may have come and not been written, as the coordinator was lost: they come again, and only what writes
+        them can know which are there."""
+        self.last = BEFORE_ALL
+
     @property
     def reached(self) -> Place | None:
         """Up to where pages have come; None: none are wanted."""

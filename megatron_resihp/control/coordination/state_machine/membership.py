@@ -142,6 +142,7 @@ class Membership:
         state = self.state
         if state.phase is Phase.ENDED:
             return []
+        state.job.pages.begin_again()
         told: list[Action] = [Log(CoordinatorReplaced(by=by))]
         match state.phase:
             case Phase.STARTING:

@@ -24,6 +24,10 @@ HEALTHY: Final = 100
 """The healthy speed is the median of so many iterations, the last ones of the first epoch."""
 
 
+class OwnPage(LogPage):
+    """A point of each curve. It is none of the pages that a worker sends, whose places tell how far these are there."""
+
+
 class OwnCurves:
     """Follows a run's events; each iteration gives one point of each curve that is known.
 
@@ -40,7 +44,7 @@ class OwnCurves:
         self._paused_s = 0.0
 
     @singledispatchmethod
-    def note(self, event: Event) -> LogPage | None:
+    def note(self, event: Event) -> OwnPage | None:
         """What an event adds to the curves."""
         return None
 
@@ -72,7 +76,7 @@ class OwnCurves:
             change(event.workers)
 
     @note.register
-    def _iteration_done(self, event: Iteration) -> LogPage | None:
+    def _iteration_done(self, event: Iteration) -> OwnPage | None:
         if event.iteration <= self._iteration:
             return None
         self._iteration = event.iteration
@@ -88,7 +92,7 @@ class OwnCurves:
         named = {f"resihp/{name}": value for name, value in values.items()}
         scalars = tuple(Scalar(name, value, event.iteration) for name, value in named.items())
         rows = (WandbRow(named, event.iteration),)
-        return LogPage(event.worker or 0, 0, event.iteration, event.time, scalars, rows=rows)
+        return OwnPage(event.worker or 0, 0, event.iteration, event.time, scalars, rows=rows)
 
 
 def _rate(event: Iteration) -> float | None:

@@ -3,10 +3,11 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from megatron_resihp.control.head.logs.writer import MissingPackageError
+from megatron_resihp.control.head.logs.writer import MissingPackageError, Term
 from megatron_resihp.protocol.logs import CheckpointNote, LogPage, WandbWish
 
 LOGIN_S: Final = 30
@@ -16,9 +17,12 @@ TRACKER: Final = "latest_wandb_artifact_path.txt"
 
 
 class WandbRun:
-    """One run. Opened again with the same id, W&B goes on with it."""
+    """One run. Opened again with the same id, W&B goes on with it.
 
-    def __init__(self, wish: WandbWish) -> None:
+    Without a connection W&B makes a directory for each coordinator that writes, and `wandb sync --append` joins them.
+    """
+
+    def __init__(self, wish: WandbWish, term: Term) -> None:
         try:
             # An optional package: only where logs are wanted.
             import wandb
@@ -35,17 +39,30 @@ class WandbRun:
             project=wish.project, name=wish.name, entity=wish.entity, dir=wish.directory, config=wish.config,
             id=wish.run, resume="allow", settings=settings,
         )  # fmt: skip
+        self._first = 0 if term.began is None else self._first_missing(term.began)
 
     def write(self, page: LogPage) -> None:
+        rows = [row for row in page.rows if row.step is None or row.step >= self._first]
+        if page.rows and not rows:
+            return  # a coordinator before this one has written the page
         if page.config:
             self._run.config.update(page.config, allow_val_change=True)
         for note in page.checkpoints:
             (self._save if note.saved else self._use)(note)
-        for values, step in page.rows:
+        for values, step in rows:
             self._run.log(values, step=step)
 
     def close(self) -> None:
         self._run.finish()
+
+    def _first_missing(self, began: float) -> int:
+        """The first step that coordinators of the job which began at this time have not written. W&B keeps rows whole,
+        and the last ones in memory, so it may be long before the last one that was logged."""
+        if not self._run.offline:
+            return int(self._run.starting_step)
+        own = Path(self._run.dir).parent
+        files = set(own.parent.glob(f"*-{self._run.id}/*.wandb")) - set(own.glob("*.wandb"))
+        return 1 + max((step for file in files for step in _steps(file, began)), default=-1)
 
     def _save(self, note: CheckpointNote) -> None:
         """Log a checkpoint as an artifact, by reference."""
@@ -66,3 +83,21 @@ class WandbRun:
             self._run.use_artifact(f"{project}{directory.stem}:{Path(note.path).stem}")
         except Exception as error:
             print(f"resihp: W&B does not know {note.path}: {error}", file=sys.stderr, flush=True)
+
+
+def _steps(file: Path, began: float) -> Iterator[int]:
+    """The steps of which a file of W&B's has rows, if it is of the time since a job began. Its end may be cut off."""
+    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.sdk.internal.datastore import DataStore
+
+    store: Any = DataStore()
+    try:
+        store.open_for_scan(str(file))
+        while (data := store.scan_data()) is not None:
+            record = Record.FromString(data)
+            if record.HasField("run") and record.run.start_time.ToSeconds() < int(began):
+                return
+            if record.HasField("history"):
+                yield record.history.step.num
+    except AssertionError:
+        return  # as this reader says that a record is not whole

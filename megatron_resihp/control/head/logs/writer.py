@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from megatron_resihp.events.job import LogFailed
@@ -22,6 +23,21 @@ MOST_KEPT: Final = 2000
 
 class MissingPackageError(Exception):
     """What writes is not installed."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """Of the coordinator that writes.
+
+    Attributes:
+        run: a token of the job's own, by which files of its coordinators are told from those of other jobs.
+        began: Unix time at which the job did, if a coordinator before this one has been lost; None: there was none.
+        is_over: whether another coordinator has taken over since, and writes.
+    """
+
+    run: str
+    began: float | None = None
+    is_over: Callable[[], bool] = lambda: False
 
 
 class Writer(Protocol):
@@ -42,6 +58,7 @@ class CarefulWriter:
         open_writer: opens it; called again after a failure.
         tell: takes events.
         clock: monotonic seconds.
+        is_over: as of `Term`; from then on nothing is written.
     """
 
     def __init__(
@@ -50,11 +67,13 @@ class CarefulWriter:
         open_writer: Callable[[], Writer],
         tell: Callable[[LogFailed], None],
         clock: Callable[[], float] = time.monotonic,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> None:
         self.part = part
         self._open_writer = open_writer
         self._tell = tell
         self._clock = clock
+        self._is_over = is_over
         self._writer: Writer | None = None
         self._kept: deque[LogPage] = deque(maxlen=MOST_KEPT)
         self._not_before = -float("inf")
@@ -81,9 +100,11 @@ class CarefulWriter:
 
     def _try(self) -> None:
         try:
-            if self._writer is None:
-                self._writer = self._open_writer()
             while self._kept:
+                if self._is_over():
+                    self._kept.clear()  # workers have sent them to the other one, too
+                    break
+                self._writer = self._writer or self._open_writer()
                 self._writer.write(self._kept[0])
                 self._kept.popleft()
             self._failing = self._dropping = False

@@ -12,7 +12,7 @@ from made_up_events import made_up
 from megatron_resihp.control.commands.launcher import catch_up
 from megatron_resihp.control.head.logs.logbook import Logbook
 from megatron_resihp.control.head.logs.own_curves import HEALTHY
-from megatron_resihp.control.head.logs.writer import CarefulWriter
+from megatron_resihp.control.head.logs.writer import CarefulWriter, Term
 from megatron_resihp.control.replanning.health import Speeds, still_slow
 from megatron_resihp.events.bus import EventBus
 from megatron_resihp.events.detection import Verdict
@@ -56,8 +56,8 @@ def test_the_plugin_s_own_curves_go_on_where_they_were(tmp_path: Path) -> None:
                       iteration(2, 2.0), iteration(3, 4.0, epoch=1)):  # fmt: skip
             log.write(event)
     writer: Any = SimpleNamespace(write=pages.append, close=lambda: None)
-    make = lambda wanted, tell: [CarefulWriter("TensorBoard", lambda: writer, tell)]  # noqa: E731
-    book = Logbook(bus, make, read_first_epoch(path, HEALTHY))
+    make = lambda wanted, tell, term: [CarefulWriter("TensorBoard", lambda: writer, tell)]  # noqa: E731
+    book = Logbook(bus, Term("a run"), make, read_first_epoch(path, HEALTHY))
     plan: Any = {"version": 2, "standbys": {"3": [0, 1]}, "replicas": [{"stages": [[0], [2]], "micro_batches": [0]}]}
     started = EpochStarted(time=2.0, epoch=1, plan=plan)
     before: Any = SimpleNamespace(facts=(started, WorkerDead(time=3.0, epoch=1, dead=0, cause="exit code 1")), last=())

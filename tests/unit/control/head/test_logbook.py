@@ -12,10 +12,17 @@ import pytest
 
 from megatron_resihp.control.head.logs import lane
 from megatron_resihp.control.head.logs.logbook import Logbook
-from megatron_resihp.control.head.logs.own_curves import OwnCurves
+from megatron_resihp.control.head.logs.own_curves import OwnCurves, OwnPage
 from megatron_resihp.control.head.logs.tensorboard_files import TensorBoardFiles
 from megatron_resihp.control.head.logs.wandb_run import WandbRun
-from megatron_resihp.control.head.logs.writer import AGAIN_S, MOST_KEPT, CarefulWriter, MissingPackageError, Writer
+from megatron_resihp.control.head.logs.writer import (
+    AGAIN_S,
+    MOST_KEPT,
+    CarefulWriter,
+    MissingPackageError,
+    Term,
+    Writer,
+)
 from megatron_resihp.events.bus import EventBus
 from megatron_resihp.events.detection import Verdict
 from megatron_resihp.events.epochs import EpochStarted, Reconfiguration, Recovery
@@ -25,6 +32,7 @@ from megatron_resihp.events.training import Iteration
 from megatron_resihp.events.workers import WorkerDead
 from megatron_resihp.protocol.logs import LogPage, LogsWanted, Scalar, TensorBoardWish, WandbWish
 
+TERM = Term("a run")
 WANTED = LogsWanted(0, TensorBoardWish("/logs", 1000), None)
 PLAN: dict[str, Any] = {
     "version": 2, "standbys": {},
@@ -114,6 +122,20 @@ def test_what_waits_for_a_full_disk_is_tried_once_more_at_the_end() -> None:
     assert it.fake.written == [1, 2] and it.fake.closed == 1
 
 
+def test_a_coordinator_in_whose_place_another_writes_writes_no_more() -> None:
+    """It may have been stopped meanwhile, with pages that workers have sent to the other one again."""
+    it, over = Careful(), [False]
+    writer = CarefulWriter("TensorBoard", it.fake.open, it.told.append, lambda: it.now, lambda: over[0])
+    writer.write(page(1))
+    it.fake.broken = True
+    writer.write(page(2))
+    it.fake.broken, over[0] = False, True
+    it.now += AGAIN_S
+    writer.write(page(3))
+    writer.close()
+    assert it.fake.written == [1] and it.fake.opened == 1
+
+
 def test_a_missing_package_is_one_line() -> None:
     it = Careful()
     it.fake.missing = True
@@ -127,8 +149,12 @@ def test_a_missing_package_is_one_line() -> None:
 @pytest.mark.parametrize(
     ("module", "open_writer", "flag"),
     [
-        ("torch.utils.tensorboard", lambda: TensorBoardFiles(TensorBoardWish("/logs", 10)), "--tensorboard-dir"),
-        ("wandb", lambda: WandbRun(WandbWish("project", "name", None, "/logs", {}, "1234abcd")), "--wandb-project"),
+        ("torch.utils.tensorboard", lambda: TensorBoardFiles(TensorBoardWish("/logs", 10), TERM), "--tensorboard-dir"),
+        (
+            "wandb",
+            lambda: WandbRun(WandbWish("project", "name", None, "/logs", {}, "1234abcd"), TERM),
+            "--wandb-project",
+        ),
     ],
 )
 def test_the_line_names_the_flag_and_the_package(
@@ -154,12 +180,12 @@ def told_on(bus: EventBus) -> list[LogFailed]:
 
 
 def made_of(fake: Fake) -> Callable[..., list[CarefulWriter]]:
-    return lambda wanted, tell: [CarefulWriter("TensorBoard", fake.open, tell)]
+    return lambda wanted, tell, term: [CarefulWriter("TensorBoard", fake.open, tell)]
 
 
 def test_all_that_has_come_is_written_before_the_job_ends(bus: EventBus) -> None:
     fake = Fake()
-    book = Logbook(bus, made_of(fake))
+    book = Logbook(bus, TERM, made_of(fake))
     book.take(WANTED)
     for iteration in range(500):
         book.take(page(iteration))
@@ -171,7 +197,7 @@ def test_the_coordinator_does_not_wait_for_a_slow_disk(bus: EventBus, monkeypatc
     monkeypatch.setattr(lane, "WAITING", 3)
     told, fake, go_on = told_on(bus), Fake(), threading.Event()
     fake.write = lambda page: (go_on.wait(60), fake.written.append(page.iteration))  # type: ignore[assignment]
-    book = Logbook(bus, made_of(fake))
+    book = Logbook(bus, TERM, made_of(fake))
     book.take(WANTED)
     for iteration in range(10):
         book.take(page(iteration))
@@ -189,7 +215,11 @@ def test_a_log_that_hangs_holds_up_no_other(bus: EventBus) -> None:
     hanging.write = lambda page: go_on.wait(60)  # type: ignore[assignment, return-value]
     book = Logbook(
         bus,
-        lambda wanted, tell: [CarefulWriter("W&B", hanging.open, tell), CarefulWriter("TensorBoard", fake.open, tell)],
+        TERM,
+        lambda wanted, tell, term: [
+            CarefulWriter("W&B", hanging.open, tell),
+            CarefulWriter("TensorBoard", fake.open, tell),
+        ],
     )
     book.take(WANTED)
     for iteration in range(10):
@@ -201,7 +231,7 @@ def test_a_log_that_hangs_holds_up_no_other(bus: EventBus) -> None:
 
 
 def test_a_job_without_logs_has_no_thread(bus: EventBus) -> None:
-    book, before = Logbook(bus), threading.active_count()
+    book, before = Logbook(bus, TERM), threading.active_count()
     book.take(LogsWanted(0, None, None))
     assert threading.active_count() == before
     book.close(timeout_s=0.0)
@@ -209,11 +239,27 @@ def test_a_job_without_logs_has_no_thread(bus: EventBus) -> None:
 
 def test_the_plugin_s_own_curves_are_written_beside(bus: EventBus) -> None:
     fake = Fake()
-    book = Logbook(bus, made_of(fake))
+    book = Logbook(bus, TERM, made_of(fake))
     book.take(WANTED)
     bus.publish(Iteration(time=1.0, iteration=7))
     book.close()
     assert fake.written == [7]
+
+
+def test_they_are_written_after_the_page_of_their_iteration(bus: EventBus) -> None:
+    """W&B takes nothing of an earlier step: where a coordinator takes over, pages of these come first."""
+    fake = Fake()
+    written: list[tuple[bool, int]] = []
+    fake.write = lambda page: written.append((isinstance(page, OwnPage), page.iteration))  # type: ignore[assignment]
+    book = Logbook(bus, TERM, made_of(fake))
+    book.take(WANTED)
+    bus.publish(Iteration(time=1.0, iteration=3))
+    for iteration in (1, 2, 3):
+        book.take(page(iteration))
+    bus.publish(Iteration(time=2.0, iteration=4))
+    book.take(page(4))
+    book.close()
+    assert written == [(False, 1), (False, 2), (False, 3), (True, 3), (False, 4), (True, 4)]
 
 
 # ---- the plugin's own curves

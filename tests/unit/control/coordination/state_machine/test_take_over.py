@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from test_log_pages import LOGGER, commit_after, logging, page
 from test_membership import UNLIKE, Job, events, notices, only
 
 from megatron_resihp.control import exit_codes
@@ -36,6 +37,21 @@ def test_an_epoch_that_was_being_built_is_broken() -> None:
     assert not job.state.dead.keys() - {1}, "nobody is given up"
     job.report(*job.members)
     assert job.ready(*job.members) and job.state.phase is Phase.RUNNING and job.state.epoch == 2
+
+
+def test_pages_of_the_log_are_taken_again() -> None:
+    """They may have waited in the coordinator that was lost. What writes them knows which are there."""
+    job = logging(page(3), page(4))
+    take_over(job)
+    assert job.tell(page(3)) == [page(3)] and job.tell(page(4)) == [page(4)]
+    assert not job.tell(page(4)), "but once"
+
+
+def test_what_is_logged_is_logged_again_if_its_worker_is_lost_too() -> None:
+    """Its page may have come, and not be written."""
+    job = logging(page(3), page(4))
+    take_over(job)
+    assert commit_after(job, LOGGER, (0, 1, 2)).replay
 
 
 def test_survivors_have_longer_to_report() -> None:
