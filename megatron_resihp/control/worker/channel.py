@@ -23,8 +23,9 @@ from megatron_resihp.protocol.messages import MESSAGES, EventsReported, Message,
 
 NOT_KEPT: Final = (EventsReported, StillSaving)
 """They decide nothing, or come again."""
-PAGES_KEPT: Final = 2
-"""The last page may be lost with a coordinator, while the one before is the last that it has written."""
+PAGES_KEPT: Final = 1000
+"""Pages may wait in a coordinator, for a disk that is full perhaps, when it is lost. The next one is sent the last ones
+again, and writes those that are not there."""
 
 
 class Channel:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_resihp.control import exit_codes, keys
+from megatron_resihp.control.transport.lasting import LastingStore
 from megatron_resihp.control.transport.store import StoreError
 from megatron_resihp.control.worker.channel import Channel
 from megatron_resihp.control.worker.client import WorkerControl
@@ -18,6 +19,7 @@ from megatron_resihp.control.worker.errors import CoordinatorLost, EpochBroken, 
 from megatron_resihp.control.worker.heard import NOTICE_S
 from megatron_resihp.events.training import Digest
 from megatron_resihp.plan import ParallelPlan, Replica
+from megatron_resihp.protocol.logs import LogPage
 from megatron_resihp.protocol.messages import (
     MESSAGES,
     CommunicationFailed,
@@ -286,3 +288,36 @@ def test_no_two_workers_give_a_message_the_same_id(monkeypatch: pytest.MonkeyPat
         channel = Channel(Store(), worker, lambda why: JobEnded(1, why))  # type: ignore[arg-type]
         channel.tell(TrainingFinished(worker, 3))
     assert len({MESSAGES.read(text).id for text in texts}) == 2
+
+
+class Followed(LastingStore):
+    """A store that is lost with its coordinator, and another one's in its place. Each keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[list[Message]] = [[]]
+        self.on_successor: Any = None
+
+    term = 1  # type: ignore[assignment]
+
+    def follow(self, on_successor: Callable[[Any], None]) -> None:
+        self.on_successor = on_successor
+
+    def push(self, queue: str, value: str) -> None:
+        self.told[-1].append(MESSAGES.read(value).body)
+
+    def lose(self) -> None:
+        self.told.append([])
+        self.on_successor(self)
+
+
+@pytest.mark.parametrize("pages", [1, 1000, 1005])
+def test_pages_that_may_have_waited_in_a_lost_coordinator_are_sent_to_the_next(pages: int) -> None:
+    store = Followed()
+    channel = Channel(store, 1, lambda why: JobEnded(1, why))
+    sent = [LogPage(1, 0, iteration, 0.0) for iteration in range(pages)]
+    for page in sent:
+        channel.tell(page)
+    channel.heard_of_all()
+    for _ in range(2):
+        store.lose()
+        assert store.told[-1] == sent[-1000:]
