@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,18 +55,26 @@ def events_in(directory: Path) -> Any:
 
 
 def wandb_curves(directory: Path) -> Curves:
-    """All points of all curves of the one run that W&B keeps here."""
-    [file] = directory.glob("wandb/offline-run-*/run-*.wandb")
-    store, found = DataStore(), Curves()
-    store.open_for_scan(str(file))
-    while (data := store.scan_data()) is not None:
-        record = Record()
-        record.ParseFromString(data)
+    """All points of all curves of the one run that W&B keeps here, in a directory of each coordinator."""
+    files, found = sorted(directory.glob("wandb/offline-run-*/run-*.wandb")), Curves()
+    assert len({file.name for file in files}) == 1
+    for record in (record for file in files for record in wandb_records(file)):
         for item in record.history.item:
             tag = item.key or ".".join(item.nested_key)
             if not tag.startswith("_"):
                 found.setdefault(tag, []).append((record.history.step.num, json.loads(item.value_json)))
     return found
+
+
+def wandb_records(file: Path) -> Iterator[Record]:
+    """What a file has, the end of which W&B had in memory if it was killed."""
+    store = DataStore()
+    try:
+        store.open_for_scan(str(file))
+        while (data := store.scan_data()) is not None:
+            yield Record.FromString(data)
+    except AssertionError:
+        return
 
 
 def of_megatron(curves: Curves) -> Curves:

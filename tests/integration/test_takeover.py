@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from etcds import needs_etcd
-from jobs import Jobs, check_training, tiny
+from jobs import Job, Jobs, check_training, tiny
 from launched import WAIT_S, Launched, eventually
 
 from megatron_resihp.cli import main
@@ -322,17 +322,8 @@ def test_a_standby_ends_with_the_job(begin: Callable[..., Cluster]) -> None:
     assert "the job has ended with exit code 0: finished" in standby.output()
 
 
-@pytest.mark.parametrize(("also", "dead"), [("nothing else", set()), ("node 0", {0, 1}), ("a worker before", {3})])
-def test_it_trains_what_it_would_have_trained(
-    jobs: Jobs,
-    tmp_path: Path,
-    place: Location,
-    also: str,
-    dead: set[int],
-    record_property: Callable[[str, object], None],
-) -> None:
-    arguments = tiny(pipeline_model_parallel_size=2, use_tp_pp_dp_mapping=True, train_iters=40)
-    reference = jobs.reference(arguments, workers=4)
+def begun(jobs: Jobs, tmp_path: Path, place: Location, arguments: list[str]) -> tuple[Job, Job, Job, Job]:
+    """A job of two nodes: its coordinator, the nodes, and another coordinator that waits."""
     options: dict[str, Any] = {"workers": 2, "nodes": 2, "coordinator": [HOST, free_port()]}
     leads = {"alone": True, "control": str(place)}
     first = jobs.start(arguments, **leads, **options)
@@ -344,6 +335,21 @@ def test_it_trains_what_it_would_have_trained(
             options["coordinator"] = [HOST, free_port()]
         others.append(jobs.nursery.start(tmp_path / name, arguments, **more, **options))
     node0, node1, standby = others
+    return first, node0, node1, standby
+
+
+@pytest.mark.parametrize(("also", "dead"), [("nothing else", set()), ("node 0", {0, 1}), ("a worker before", {3})])
+def test_it_trains_what_it_would_have_trained(
+    jobs: Jobs,
+    tmp_path: Path,
+    place: Location,
+    also: str,
+    dead: set[int],
+    record_property: Callable[[str, object], None],
+) -> None:
+    arguments = tiny(pipeline_model_parallel_size=2, use_tp_pp_dp_mapping=True, train_iters=40)
+    reference = jobs.reference(arguments, workers=4)
+    first, node0, node1, standby = begun(jobs, tmp_path, place, arguments)
     first.await_event("iteration", iteration=3)
     assert "losing the coordinator ends the job unless another takes its place" in first.output()
     if also == "a worker before":
