@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+import shutil
 import threading
 import time
 from collections import Counter, deque
@@ -36,7 +38,7 @@ class EventLog:
         self.path = Path(path)
         self._clock = clock
         self._lock = threading.Lock()
-        self._file: int | None = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        self._file: int | None = _opened(self.path)
         self._torn = not _ends_with_newline(self._file)
         """A writer died in the middle of a line, or had no room for the rest: it must not swallow the next."""
 
@@ -53,6 +55,27 @@ class EventLog:
             before, self._torn = b"\n" if self._torn else b"", True
             _write_all(self._file, before + line.encode() + b"\n")
             self._torn = False
+
+    def take_over(self) -> None:
+        """Go on in a file of its own, with all that is in this one, and in its place. Another process that has written
+        this one may not know yet that it must not, or be on another machine. It writes on where nobody reads.
+
+        Raises:
+            OSError: that can't be, and this file is gone on with.
+        """
+        with self._lock:
+            own = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}")
+            try:
+                shutil.copyfile(self.path, own)
+                file = _opened(own)
+                own.replace(self.path)
+            except OSError:
+                own.unlink(missing_ok=True)
+                raise
+            before, self._file = self._file, file
+            self._torn = not _ends_with_newline(file)
+        if before is not None:
+            os.close(before)
 
     def close(self) -> None:
         with self._lock:
@@ -173,6 +196,10 @@ def _plain(value: Any) -> Any:
     """A JSON value for what the json module does not know, such as a NumPy or torch scalar or a path."""
     item = getattr(value, "item", None)
     return jsonable(item()) if callable(item) else str(value)
+
+
+def _opened(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
 
 
 def _ends_with_newline(file: int) -> bool:

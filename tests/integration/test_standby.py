@@ -93,6 +93,15 @@ def first(place: Location, tmp_path: Path) -> Iterator[First]:
         yield made
 
 
+class Events(NoEvents):
+    """Of a coordinator that waits. `are_its_own`: no other may write them any more."""
+
+    are_its_own = False
+
+    def take_over(self) -> None:
+        self.are_its_own = True
+
+
 class Waiting:
     """A coordinator that waits, in a thread, for the loss of another."""
 
@@ -104,12 +113,13 @@ class Waiting:
         self._stack = ExitStack()
         self.seat: Seat | None = None
         self.ended: Exception | None = None
+        self.events = Events()
         self._thread = threading.Thread(target=self._take_over)
         self._thread.start()
 
     def _take_over(self) -> None:
         try:
-            self.seat = standby.take_over(self._options, lambda run_dir: NoEvents(), self._stack)
+            self.seat = standby.take_over(self._options, lambda run_dir: self.events, self._stack)
         except Exception as error:
             self.ended = error
 
@@ -194,12 +204,14 @@ def test_the_run_directory_is_the_first_ones_until_another_leads_for_sure(
     file, said = first.file, first.file.read_text()
     first.decide(*entries())
     first.lapse()
-    seat = wait().taken()
-    assert file.read_text() == said and not seat.holds()
+    waiting = wait()
+    seat = waiting.taken()
+    assert file.read_text() == said and not seat.holds() and not waiting.events.are_its_own
     result = first.run_dir / "exit_code"
     result.write_text("75\n")
     seat.claim()
     assert seat.holds() and str(seat.address) in file.read_text()
+    assert waiting.events.are_its_own
     assert not result.exists(), "the job goes on"
 
 

@@ -258,8 +258,11 @@ def test_two_are_lost_one_after_the_other(begin: Callable[..., Cluster]) -> None
 def test_one_that_was_stopped_does_no_harm(begin: Callable[..., Cluster]) -> None:
     cluster = begin()
     standby = cluster.coordinator()
+    log = cluster.run_dir / "events.jsonl"
+    of_the_first = log.stat().st_ino
     os.kill(cluster.first.pid, signal.SIGSTOP)
     standby.await_event("coordinator_replaced")
+    eventually("events are the next one's alone", lambda: log.stat().st_ino != of_the_first)
     os.kill(standby.worker_pid(3), signal.SIGKILL)
     standby.await_event("recovery", to_epoch=1)
     os.kill(cluster.first.pid, signal.SIGCONT)

@@ -88,6 +88,9 @@ class NoEvents:
     def follow(self, bus: EventBus) -> None:
         pass
 
+    def take_over(self) -> None:
+        pass
+
     def finish(self) -> None:
         pass
 

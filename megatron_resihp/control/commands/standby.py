@@ -24,6 +24,7 @@ from megatron_resihp.control.coordination.decisions.reading import NotBegunError
 from megatron_resihp.control.coordination.decisions.replay import DifferenceError
 from megatron_resihp.control.coordination.decisions.succession import Succession, succession
 from megatron_resihp.control.head.etcd_log import decisions_from
+from megatron_resihp.control.head.headquarters import EventSink
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.terminal import say
 from megatron_resihp.control.transport.address import Address
@@ -93,17 +94,19 @@ def take_over(options: LaunchOptions, make_event_sink: MakeEventSink, stack: Exi
     sink = make_sink(make_event_sink, run_dir)
     return Seat(
         own, contact.store, run_dir, before.state.job.size, range(0), False, listener, liveness, records, sink,
-        contact.token, leadership, before=before, holds=holds, claim=partial(_claim, run_dir, claim), gone=leases.gone,
+        contact.token, leadership, before=before, holds=holds, claim=partial(_claim, run_dir, claim, sink),
+        gone=leases.gone,
     )  # fmt: skip
 
 
-def _claim(run_dir: Path, claim: Callable[[], None]) -> None:
+def _claim(run_dir: Path, claim: Callable[[], None], sink: EventSink) -> None:
     """Have the run directory. Its job ends here, whatever a coordinator that was cut off from it has said."""
     try:
         claim()
         (run_dir / RESULT).unlink(missing_ok=True)
     except OSError as error:
         raise StoreError(str(unwritable(run_dir, error))) from error
+    sink.take_over()
 
 
 class _Wait:

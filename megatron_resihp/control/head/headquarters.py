@@ -50,9 +50,12 @@ FAILED_GRACE_S: Final = 5.0
 
 
 class EventSink(Protocol):
-    """Keeps or shows the run's events; `finish` is called once, when nothing more comes."""
+    """Keeps or shows the run's events; `finish` is called once, when nothing more comes. `take_over` is called once
+    another coordinator, which may live and has kept them in the same place, leads no more."""
 
     def follow(self, bus: EventBus) -> None: ...
+
+    def take_over(self) -> None: ...
 
     def finish(self) -> None: ...
 

@@ -43,6 +43,14 @@ class RunReport:
         bus.subscribe(self._write, Event)
         bus.subscribe(self._progress.feed, Event)
 
+    def take_over(self) -> None:
+        """Write a log in which no coordinator before this one writes any more."""
+        try:
+            self._log.take_over()
+        except OSError as error:
+            print(f"resihp: {self._log.path} can't be copied ({error.strerror or error}); if the coordinator before "
+                  "this one still writes there, lines may be damaged", file=sys.stderr, flush=True)  # fmt: skip
+
     def _write(self, event: Event) -> None:
         with self._lock:
             if isinstance(event, RunFinished):

@@ -53,6 +53,37 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert (found.malformed, found.truncated) == ([], False)
 
 
+def test_who_takes_a_log_over_has_it_alone(tmp_path: Path) -> None:
+    """The one before may be stopped, or cut off on another machine, and write when it continues."""
+    path = tmp_path / "events.jsonl"
+    before, after = (EventLog(path, clock=lambda: 12.5) for _ in range(2))
+    before.write(Drill(action="kill", target=1))
+    after.write(Drill(action="kill", target=2))
+    path.write_text(path.read_text() + '{"event": "dri')  # the one before is in the middle of a line
+    after.take_over()
+    for _ in range(2):
+        before.write(Drill(action="kill", target=3))
+    after.write(Drill(action="kill", target=4))
+    before.close()
+    after.close()
+    found = read_events(path)
+    assert [each.target for each in found.events if isinstance(each, Drill)] == [1, 2, 4]
+    assert found.malformed == [3] and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_log_that_can_not_be_copied_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(source: Path, target: Path) -> None:
+        target.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("shutil.copyfile", full)
+    with EventLog(tmp_path / "events.jsonl") as log:
+        with pytest.raises(OSError, match="No space left"):
+            log.take_over()
+        log.write(DRILL)
+    assert len(read_events(log.path).events) == 1 and list(tmp_path.iterdir()) == [log.path]
+
+
 def test_an_event_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl")
     log.write(DRILL)
