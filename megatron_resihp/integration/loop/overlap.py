@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a broken epoch leaves of a schedule that overlaps experts' communication (--overlap-moe-expert-parallel-comm).
+"""What a broken epoch leaves on streams of their own, where Megatron overlaps experts' communication with computation
+(--overlap-moe-expert-parallel-comm, --moe-shared-expert-overlap).
 
 May import torch and megatron.
 """
@@ -8,17 +9,18 @@ import gc
 
 import torch
 from megatron.core.pipeline_parallel.utils import get_comm_stream
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 
 def leave_overlap() -> None:
-    """Let all later work come after what is still queued for communication, and free what the schedule has held.
+    """Let all later work come after what is still queued on these streams, and free what schedules have held.
 
-    The schedule has a stream of its own for communication, and gives back memory as soon as what uses it is queued.
-    Its nodes refer to themselves until their backward pass has been run, and hold activations. Groups have been
-    aborted, so nothing on the stream waits for others any more.
+    Communication gives back memory as soon as what uses it is queued, and shared experts add to gradients that are
+    freed next. Nodes of the schedule that has a stream for communication refer to themselves until their backward pass
+    has been run, and hold activations. Groups have been aborted, so nothing on a stream waits for others any more.
     """
-    stream = get_comm_stream()
-    if stream is None:  # no such schedule has been run
-        return
-    torch.cuda.current_stream().wait_stream(stream)
-    gc.collect()
+    for stream in (get_comm_stream(), SharedExpertMLP.stream):
+        if stream is not None:
+            torch.cuda.current_stream().wait_stream(stream)
+    if get_comm_stream() is not None:
+        gc.collect()

@@ -66,7 +66,7 @@ _LAYERS: Rows = joined(
         "core.transformer.moe.shared_experts:FusedSharedExpertMLP",
         "moe_shared_expert_glu_interleave_size",
     ),
-    refused("moe_shared_expert_overlap", "it runs collectives in another order, which no test covers"),
+    tested("integration/test_shared_experts.py::test_a_death_and_other_degrees", "moe_shared_expert_overlap"),
     refused("moe_latent_size", "no test covers how the projections to latents are cut"),
     refused("moe_use_upcycling", "it makes the model from another one at the start, which joining workers can't"),
     without("moe_use_upcycling", "training.training:setup_model_and_optimizer", "moe_upcycling_granularity"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a broken epoch leaves of a schedule that overlaps experts' communication."""
+"""What a broken epoch leaves on the streams beside the usual one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.pipeline_parallel import utils
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from megatron_resihp.integration.loop.overlap import leave_overlap
 
@@ -41,6 +42,14 @@ def test_later_work_waits_and_what_nodes_hold_is_free(monkeypatch: pytest.Monkey
     assert left() is not None
     leave_overlap()
     assert left() is None and waited == [stream]
+
+
+def test_later_work_waits_for_shared_experts(monkeypatch: pytest.MonkeyPatch, waited: list[Any]) -> None:
+    """They add to gradients whose memory is about to be another's."""
+    monkeypatch.setattr(utils, "_COMM_STREAM", None)
+    monkeypatch.setattr(SharedExpertMLP, "stream", "theirs")
+    leave_overlap()
+    assert waited == ["theirs"]
 
 
 def test_other_schedules_leave_nothing(monkeypatch: pytest.MonkeyPatch, waited: list[Any]) -> None:

@@ -23,6 +23,7 @@ NOTHING_TO_HIDE: Final = {
     "overlap_p2p_comm_warmup_flush": "the same",
     "overlap_moe_expert_parallel_comm": "replicas that share experts are alike",
     "ep_overlap_early_attn_memory_release": "the same",
+    "moe_shared_expert_overlap": "Megatron's layers do it, whatever calls them",
 }
 """Overlaps that have another form, or no object, where replicas differ."""
 
