@@ -48,9 +48,19 @@ def install(force: bool = False) -> bool:
     distributed.install()
     compilation.install()
 
-    from megatron_resihp.cpu import checkpoint_writer, dataset_helpers, linear_attention, megatron_parts, recomputation
+    from megatron_resihp.cpu import (
+        attention_logits,
+        checkpoint_writer,
+        dataset_helpers,
+        latent_attention,
+        linear_attention,
+        megatron_parts,
+        recomputation,
+    )
 
     dataset_helpers.install()
+    attention_logits.install()
+    latent_attention.install()
     megatron_parts.install()
     linear_attention.install()
     recomputation.install()

@@ -19,6 +19,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_resihp.cpu.attention_logits import are_wanted
 from megatron_resihp.cpu.context_attention import causal_mask, whole_sequence
 from megatron_resihp.cpu.norms import build_norm
 from megatron_resihp.cpu.packed_attention import document_lengths, packed_attention
@@ -188,6 +189,8 @@ def _check_packed_attention(
         raise NotImplementedError("packed documents on a CPU support no attention bias and no softmax offset")
     if attention.scale_mask_softmax.window_size is not None:
         raise NotImplementedError("packed documents on a CPU support no attention window")
+    if are_wanted(attention.config):
+        raise NotImplementedError("packed documents on a CPU tell of no largest logits")
 
 
 def _lengths(packed: PackedSeqParams) -> list[int]:

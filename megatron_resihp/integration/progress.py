@@ -31,6 +31,9 @@ class Progress:
         loss_names: their names, as far as they are agreed on.
         fed: sample indices that this worker's loader handed to the model in this iteration.
         documents: Σ l and Σ l² of the documents of all workers, agreed on in the last step and not told Megatron yet.
+        logits: the largest attention logits of this iteration, by layer and head, on all workers; None: not known yet,
+            or not wanted.
+        evaluated: those of an evaluation that this iteration's step counts, too; None: there was none.
         replay: the outcome of a step that is applied already; train_step returns it instead of computing.
     """
 
@@ -42,6 +45,8 @@ class Progress:
     loss_names: tuple[str, ...] = ()
     fed: list[int] = field(default_factory=list)
     documents: tuple[float, float] = NO_DOCUMENTS
+    logits: torch.Tensor | None = None
+    evaluated: torch.Tensor | None = None
     replay: Outcome | None = None
 
     def begin(self, iteration: int, counters: dict[str, Any] | None) -> None:

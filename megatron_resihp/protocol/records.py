@@ -58,6 +58,7 @@ class Outcome:
         experts: what mixtures of experts reported of their balance, summed over all workers; empty if there are none.
         predictions: what was reported of predictions of further tokens, summed over the global batch; empty if there
             are none.
+        attention_logit: the largest one, as Megatron logs it; None where nobody asks for it.
     """
 
     epoch: Epoch
@@ -70,6 +71,7 @@ class Outcome:
     save: bool = False
     zeros: int | None = None
     predictions: tuple[float, ...] = ()
+    attention_logit: float | None = None
 
     @property
     def means(self) -> dict[str, float]:

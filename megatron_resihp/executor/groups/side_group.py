@@ -45,6 +45,12 @@ class SideGroup:
         """Sum a host tensor over all workers, in place."""
         self._waiter.wait(self._group.allreduce([values]))
 
+    def maximum(self, values: torch.Tensor) -> None:
+        """Take the maximum of each element of a host tensor over all workers, in place."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        self._waiter.wait(self._group.allreduce([values], options))
+
     def send(self, tensor: torch.Tensor, worker: int) -> None:
         """Send a tensor of any device."""
         self.at_once(self.sending(tensor, worker))

@@ -32,6 +32,7 @@ from megatron_resihp.integration.saves.finishing import finish_saves
 from megatron_resihp.integration.saves.pending import directory_of_saves
 from megatron_resihp.integration.state.digests import record_digests
 from megatron_resihp.integration.state.extra_state import extra_digests
+from megatron_resihp.integration.step.attention_logits import note_evaluated
 from megatron_resihp.integration.step.optimizer_buddies import tell_cost
 from megatron_resihp.integration.step.step import agreed_losses, begin_copys_step, is_time_up, tell_metrics
 from megatron_resihp.integration.world.group_needs import timeout_of
@@ -102,13 +103,14 @@ def _finish(runtime: Runtime) -> None:
     runtime.control.tell(TrainingFinished(runtime.worker, progress.iteration - 1))
 
 
-def wrap_evaluation(runtime: Runtime, original: Callable[..., Any]) -> Callable[..., Any]:
-    """evaluate_and_print_results whose time is noted."""
+def wrap_evaluation(runtime: Runtime, original: Callable[..., None]) -> Callable[..., None]:
+    """evaluate_and_print_results whose time is noted, and what the next step counts of it."""
 
     @functools.wraps(original)
-    def evaluate_and_print_results(*positional: Any, **options: Any) -> Any:
+    def evaluate_and_print_results(*positional: Any, **options: Any) -> None:
         with runtime.probes.span(SpanKind.EVALUATION):
-            return original(*positional, **options)
+            original(*positional, **options)
+        note_evaluated(runtime)
 
     return evaluate_and_print_results
 
@@ -193,7 +195,10 @@ def _applied_step(runtime: Runtime, outcome: Outcome) -> StepReturn:
     tell_metrics(runtime, outcome)
     # Megatron hands the count from worker to worker in 32 bits.
     zeros = None if outcome.zeros is None else torch.tensor(outcome.zeros, dtype=torch.float32).item()
-    return agreed_losses(runtime.view, outcome), int(outcome.skipped), False, False, 0, outcome.grad_norm, zeros, 0
+    return (
+        agreed_losses(runtime.view, outcome), int(outcome.skipped), False, False, 0, outcome.grad_norm, zeros,
+        outcome.attention_logit or 0,
+    )  # fmt: skip
 
 
 def wrap_checkpoint_and_decide_exit(runtime: Runtime, original: Callable[..., bool]) -> Callable[..., bool]:

@@ -12,6 +12,7 @@ from typing import Any, Final
 from megatron_resihp.integration.patches import prediction_metrics
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.expert_biases import begin_counting
+from megatron_resihp.integration.step.attention_logits import forget_logits
 
 Schedule = Callable[..., list[dict[str, Any]]]
 NOTHING_REPORTED: Final[list[dict[str, Any]]] = [{}]
@@ -34,6 +35,7 @@ def _run(runtime: Runtime, schedule: Schedule, **kwargs: Any) -> list[dict[str, 
         runtime.reach("evaluate")
         return runtime.mode.evaluate(schedule, kwargs) or NOTHING_REPORTED
     begin_counting(runtime.held.live.model)
+    forget_logits(runtime)
     # Also where Megatron runs an iteration again to explain a result.
     prediction_metrics.forget()
     runtime.probes.begin_schedule()

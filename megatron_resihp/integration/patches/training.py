@@ -26,6 +26,7 @@ from megatron_resihp.integration.releases import Release
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.saves import finishing, handing_over, removing
 from megatron_resihp.integration.state import expert_biases, reshardable
+from megatron_resihp.integration.step import attention_logits
 
 TRAINING = "megatron.training.training"
 BUCKETS = "megatron.core.distributed.param_and_grad_buffer"
@@ -258,6 +259,12 @@ def training_patches(runtime: Runtime, release: Release) -> list[Patch]:
             expert_biases.keep_counts,
             ("config", "model"),
             "keeps the counts of tokens until the step",
+        ),
+        Patch(
+            f"{TRAINING}:clip_qk",
+            partial(attention_logits.tell_maximum, runtime),
+            ("model", "log_max_only"),
+            "leaves maxima, and the change of weights, to the agreed step",
         ),
         Patch(
             f"{TRAINING}:num_floating_point_operations",

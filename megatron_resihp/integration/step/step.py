@@ -23,6 +23,7 @@ from megatron_resihp.integration.patches.experts import expert_metrics
 from megatron_resihp.integration.progress import LOSS_SLOTS
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.expert_biases import change_biases
+from megatron_resihp.integration.step.attention_logits import clip_weights, logged_maximum, share_logits
 from megatron_resihp.integration.step.extra_states import share_extra_state
 from megatron_resihp.integration.step.loss_scale import (
     divide_gradients,
@@ -101,6 +102,7 @@ def see_reduced(runtime: Runtime) -> None:
         runtime.mode.nccl_failed()
         raise
     runtime.control.heard.check()
+    share_logits(runtime)
     runtime.progress.stage = IterationPhase.REDUCED
 
 
@@ -168,7 +170,7 @@ def agree(runtime: Runtime, norm_squared: float, zeros: int = 0) -> Outcome:
     return Outcome(
         runtime.epoch, norm, losses, runtime.progress.loss_names, stop, skipped,
         tuple(values[EXPERTS_FROM:predictions_from].tolist()), save, counted_zeros,
-        tuple(values[predictions_from:].tolist()),
+        tuple(values[predictions_from:].tolist()), logged_maximum(runtime),
     )  # fmt: skip
 
 
@@ -298,9 +300,10 @@ def take_step(runtime: Runtime, outcome: Outcome) -> None:
         # Who holds nothing may still have the objects of an earlier epoch.
         if bool(runtime.held.shards) if kept is None else kept.owns:
             _step_own(runtime, optimizer, outcome, inverse)
-    # Also in a step that is skipped: its tokens were counted, as in Megatron.
+    # Also in a step that is skipped: its tokens and logits were counted, as in Megatron.
     if runtime.held.shards:
         change_biases(runtime.held.live.model)
+    clip_weights(runtime)
     move_scale(optimizer, outcome.skipped)
     runtime.held.extra.adopt()
     runtime.progress.stage = IterationPhase.STEPPED

@@ -22,7 +22,11 @@ _LOGGED: Rows = joined(
     tested(_LOGS, "timing_log_level log_params_norm log_num_zeros_in_grad log_energy"),
     inert(_LOG, "log_memory_interval"),
     inert("training.utils.common_utils:report_memory", "log_device_memory_used"),
-    refused("log_max_attention_logit", "an iteration that is logged again would lack it"),
+    tested(
+        "integration/test_attention_logits.py::test_what_is_logged",
+        "log_max_attention_logit",
+        device="GPU: Transformer Engine tells of logits",
+    ),
     tested("integration/test_logs.py::test_logs_of_any_plan", "moe_per_layer_logging"),
 )
 

@@ -20,6 +20,7 @@ def run(losses: list[dict[str, Any]], **call: Any) -> tuple[Any, Any]:
     runtime: Any = SimpleNamespace(
         mode=mode, progress=progress, probes=SimpleNamespace(begin_schedule=lambda: None), reach=lambda point: None,
         held=SimpleNamespace(live=SimpleNamespace(model=[])),
+        job=SimpleNamespace(args=SimpleNamespace(qk_clip=False, log_max_attention_logit=False)),
     )  # fmt: skip
     return wrap_get_forward_backward_func(runtime, lambda: lambda: [])()(**call), progress.losses
 

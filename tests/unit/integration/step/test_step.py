@@ -36,7 +36,7 @@ def worker(checks: bool, others: float, *scalers: Any, counts_zeros: bool = Fals
         job=SimpleNamespace(
             args=SimpleNamespace(
                 check_for_nan_in_loss_and_grad=checks, num_experts=None, log_num_zeros_in_grad=counts_zeros,
-                mtp_num_layers=None,
+                mtp_num_layers=None, qk_clip=False, log_max_attention_logit=False,
             ),
             minutes=None,
         ),
