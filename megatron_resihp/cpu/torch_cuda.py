@@ -173,6 +173,10 @@ DEVICE: dict[str, Any] = {
     "get_device_capability": _always(COMPUTE_CAPABILITY),
     "get_device_properties": _device_properties,
     "synchronize": _always(None),
+    "temperature": _always(0),
+    "power_draw": _always(0),
+    "utilization": _always(0),
+    "clock_rate": _always(0),
 }
 
 STREAMS: dict[str, Any] = {

@@ -28,6 +28,7 @@ from megatron_resihp.integration.loop.notes import Phases
 from megatron_resihp.integration.loop.overlap import leave_overlap
 from megatron_resihp.integration.modes.mode import Migrated
 from megatron_resihp.integration.patches.counting import count_again, note_in_progress_log, restore_counters
+from megatron_resihp.integration.patches.stragglers import forget_ranks
 from megatron_resihp.integration.probes.fault_injection import StagedError
 from megatron_resihp.integration.progress import ContractBroken
 from megatron_resihp.integration.replacing import become, take_apart
@@ -186,6 +187,7 @@ def _enter_next_epoch(runtime: Runtime, phases: Phases, by_choice: bool) -> None
     with phases.phase("abort"):
         abort_or_die(runtime.communicators.connections.abort)
         leave_overlap()
+        forget_ranks()
         tear_down(runtime)
         # Before the report: no survivor's writer writes any more when all have told.
         runtime.saves.drop()

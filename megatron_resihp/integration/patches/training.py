@@ -20,6 +20,7 @@ from megatron_resihp.integration.patches import (
     result_checks,
     schedule,
     startup,
+    stragglers,
 )
 from megatron_resihp.integration.patches.experts import expert_metrics, router_parts, sharing
 from megatron_resihp.integration.releases import Release
@@ -265,6 +266,12 @@ def training_patches(runtime: Runtime, release: Release) -> list[Patch]:
             partial(attention_logits.tell_maximum, runtime),
             ("model", "log_max_only"),
             "leaves maxima, and the change of weights, to the agreed step",
+        ),
+        Patch(
+            "megatron.core.utils:StragglerDetector.report",
+            partial(stragglers.wrap_report, runtime),
+            ("self", "total_flops", "log_interval"),
+            "logs what was measured in this epoch",
         ),
         Patch(
             f"{TRAINING}:num_floating_point_operations",

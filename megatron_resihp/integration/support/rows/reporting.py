@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows: what a job tells, to whom, and profiling. Imports `notation`."""
 
-from megatron_resihp.integration.support.notation import Rows, inert, joined, refused, tested, without
+from megatron_resihp.integration.support.notation import Rows, inert, joined, refused, tested
 
 _LOG = "training.training:training_log"
 _LOGS = "integration/test_logs.py::test_logs_of_a_job_with_two_deaths"
 _PROFILE = "integration/test_logs.py::test_a_profile_is_of_the_first_epoch"
 _SUMMED = "it is summed in groups that heterogeneous plans don't have"
 _SWITCHED = "it starts a server or a measurement once, for ranks that change with the epoch"
-_OWN = "leave it out: the plugin itself looks for slow workers"
 
 _LOGGED: Rows = joined(
     tested("integration/test_log_lines.py::test_losses_of_an_interval", "log_interval"),
@@ -51,13 +50,10 @@ _PROFILES: Rows = joined(
         record_shapes nvtx_ranges""",
     ),
     inert(_LOG, "record_memory_history memory_snapshot_path"),
-    refused("log_straggler", "it keeps to the ranks of the start", _OWN),
-    without(
-        "log_straggler",
-        "training.training:train",
-        "straggler_ctrlr_port disable_straggler_on_startup",
+    tested(
+        "integration/test_stragglers.py::test_a_death_and_other_degrees",
+        "log_straggler straggler_ctrlr_port disable_straggler_on_startup straggler_minmax_count",
     ),
-    without("log_straggler", "training.training:training_log", "straggler_minmax_count"),
     refused("run_workload_inspector_server", _SWITCHED, "leave it out: `resihp report` tells what workers do"),
 )
 

@@ -103,7 +103,7 @@ def test_a_common_command_line_is_taken(check: Check) -> None:
         "--optimizer lion", "--rerun-mode report_stats", "--ckpt-format fsdp_dtensor",
         "--mla-down-proj-fusion", "--fp8-param-gather", "--fp8-recipe custom", "--fp4-format e2m1", "--fp8-output-proj",
         "--moe-router-load-balancing-type global_aux_loss", "--moe-token-dispatcher-type flex",
-        "--hybrid-context-parallel", "--experimental-attention-variant dsa", "--log-straggler",
+        "--hybrid-context-parallel", "--experimental-attention-variant dsa",
     ],
 )  # fmt: skip
 def test_what_is_not_known_to_work_is_refused_by_name(
