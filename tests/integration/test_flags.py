@@ -50,6 +50,12 @@ LATENT: dict[str, Any] = {
     "disable_bias_linear": True, "sequence_parallel": True, "recompute_granularity": "selective",
     "recompute_modules": ["layernorm", "mla_up_proj"],
 }  # fmt: skip
+CHUNKED: dict[str, Any] = {"mlp_chunks_for_training": 3, "sequence_parallel": True}
+DISTRIBUTED: dict[str, Any] = {
+    "distribute_saved_activations": True, "recompute_granularity": "full", "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}  # fmt: skip
+"""Members keep a part of each layer's input, which they gather to compute it again."""
 GROUPED: dict[str, Any] = EXPERTS | {
     "moe_grouped_gemm": True, "swiglu": True, "sequence_parallel": True, "moe_shared_expert_intermediate_size": 32,
     "moe_shared_expert_gate": True, "recompute_granularity": "selective",
@@ -85,6 +91,8 @@ SHARED_OUT: dict[str, Any] = {
             "grouped experts": GROUPED,
             "latent attention": LATENT,
             "linear attention": LINEAR,
+            "MLPs in chunks": CHUNKED,
+            "distributed inputs": DISTRIBUTED,
             "further predictions": PREDICTIONS | EXPERTS | {"sequence_parallel": True},
         }.items()
     ],

@@ -48,6 +48,9 @@ GROUPS: dict[str, Any] = {
     "global_batch_size": 10,
 }  # fmt: skip
 """Each replica has a group of three micro-batches and one of two."""
+GATHERED: dict[str, Any] = SHARED | {
+    "overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 3000,
+}  # fmt: skip
 GATHERED_AT_ONCE: dict[str, Any] = SHARED | {
     "overlap_grad_reduce": True, "overlap_param_gather": True, "overlap_param_gather_with_optimizer_step": True,
     "check_weight_hash_across_dp_replicas_interval": 3, "ckpt_format": "torch",
@@ -107,10 +110,14 @@ def test_the_comparison_with_stock_megatron_can_fail(jobs: Jobs) -> None:
         ({"overlap_grad_reduce": True, "ddp_bucket_size": 3000}, 4),
         ({"pipeline_model_parallel_size": 3, "num_layers": 6, "no_overlap_p2p_communication": True}, 6),
         (EXPERTS | {"tensor_model_parallel_size": 2, "sequence_parallel": True}, 8),
-        (SHARED | {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 3000}, 4),
+        (GATHERED, 4),
+        (GATHERED | {"no_align_param_gather": True}, 4),
     ],
-    ids=["layout", "ends", "unlike stages", "groups", "overlap", "three stages", "experts", "overlap, shared"],
-)
+    ids=[
+        "layout", "ends", "unlike stages", "groups", "overlap", "three stages", "experts", "overlap, shared",
+        "overlap, each chunk by itself",
+    ],
+)  # fmt: skip
 def test_a_death_in_other_layouts(jobs: Jobs, model: dict[str, Any], workers: int) -> None:
     model = INTERLEAVED | model | ({"global_batch_size": 12} if workers == 6 else {})
     job = jobs.run(tiny(**model, resihp_inject="kill:3@4:grad-sync"), workers=workers)

@@ -46,6 +46,9 @@ class DerivedArguments:
         if degree not in self._known:
             args = copy.deepcopy(self._args)
             args.tensor_model_parallel_size = degree
+            if degree == 1:
+                # A single member has nobody to distribute them to, and Megatron insists on several.
+                args.distribute_saved_activations = False
             args.world_size = degree * args.pipeline_model_parallel_size * args.context_parallel_size
             try:
                 with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():

@@ -133,7 +133,8 @@ _VARIANTS: Rows = joined(
                 and given["context_parallel_size"] == 1
                 and (given["sequence_parallel"] or given["tensor_model_parallel_size"] == 1)
             ),
-            "use gated_delta_net, the only one whose slices a test covers, without context parallelism; with tensor"
+            "use gated_delta_net, as dsa's indexer has a loss of its own, which is logged by sums in groups that"
+            " heterogeneous plans don't have, and use it without context parallelism; with tensor"
             " parallelism add --sequence-parallel, or Megatron doesn't sum the gradients of its output norms",
         ),
     ),

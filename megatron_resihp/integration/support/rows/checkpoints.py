@@ -17,6 +17,7 @@ from megatron_resihp.integration.support.row import Only
 _LAYOUT = "integration/test_checkpoints.py::test_a_job_goes_on_in_its_own_layout"
 _LOAD = "training.checkpointing:load_checkpoint"
 _SAVE = "training.checkpointing:save_checkpoint"
+_LOCAL = "each rank's part is on its node's disk, under one layout, and ranks and layouts change with the epoch"
 _GLOBAL = "use --non-persistent-ckpt-type global"
 _DUMPED = "each rank of Megatron's first layout writes a file, and ranks change with the epoch"
 
@@ -25,7 +26,7 @@ _SAVED: Rows = joined(
     tested(
         _LAYOUT,
         "ckpt_format",
-        condition=one_of("torch", "torch_dist", mend="use torch or torch_dist"),
+        condition=one_of("torch", "torch_dist", mend="use torch or torch_dist; Megatron has the others for FSDP only"),
     ),
     tested(
         "integration/test_checkpoints.py::test_masters_and_moments_are_those_that_megatron_s_distributed_optimizer_saves",
@@ -79,7 +80,7 @@ _TEMPORARY: Rows = joined(
     tested(
         "integration/test_async_saves.py::test_non_persistent_saves_are_dropped_and_kept_like_others",
         "non_persistent_ckpt_type",
-        condition=one_of(None, "global", mend="a worker's disk holds its part under one plan; " + _GLOBAL),
+        condition=one_of(None, "global", mend=f"{_LOCAL}; {_GLOBAL}"),
     ),
     tested(
         "integration/test_async_saves.py::test_non_persistent_saves_are_dropped_and_kept_like_others",
@@ -89,7 +90,7 @@ _TEMPORARY: Rows = joined(
     refused(
         """non_persistent_local_ckpt_dir non_persistent_local_ckpt_algo replication replication_jump
         replication_factor""",
-        "a worker's disk holds its part under one plan",
+        _LOCAL,
         _GLOBAL,
     ),
 )

@@ -21,6 +21,7 @@ from megatron_resihp.integration.support.notation import (
 from megatron_resihp.integration.support.row import NotWith, Only, Together
 
 _FROM_ARGUMENTS = "training.argument_utils:core_transformer_config_from_args"
+_FLAGS = "integration/test_flags.py::test_a_death_and_other_degrees"
 _CAPTURED = "training.arguments:_normalize_cuda_graph_modules_args"
 _CONFIG = "core.transformer.transformer_config:TransformerConfig.__post_init__"
 
@@ -67,7 +68,7 @@ _PARTS: Rows = joined(
     kernel("core.fusions.fused_layer_norm:FusedLayerNorm", "layernorm_zero_centered_gamma"),
     kernel(_FROM_ARGUMENTS, "no_persist_layer_norm bias_gelu_fusion bias_swiglu_fusion squared_relu"),
     tested(
-        "integration/test_flags.py::test_a_death_and_other_degrees",
+        _FLAGS,
         "quick_geglu glu_linear_offset activation_func_clamp_value",
     ),
     kernel(
@@ -86,7 +87,14 @@ _PARTS: Rows = joined(
         ),
     ),
     refused("fused_residual_rmsnorm", "it replaces layers by ones whose parameters no test on CPUs can have"),
-    refused("mlp_chunks_for_training", "it calls the MLP's collectives once a chunk, which no test covers"),
+    tested(
+        _FLAGS,
+        "mlp_chunks_for_training",
+        condition=Together(
+            lambda given: given["mlp_chunks_for_training"] == 1 or not given["num_experts"],
+            "with experts leave it out: a chunk's tokens are weighed against each other, and other plans have others",
+        ),
+    ),
     inert("core.transformer.transformer_layer:TransformerLayer._forward_mlp", "mlp_chunks_for_prefill"),
     kernel(
         "core.models.common.embeddings.language_model_embedding:LanguageModelEmbedding.forward",
@@ -124,7 +132,7 @@ _INITIAL: Rows = joined(
     kernel(_CONFIG, "init_method_std embedding_init_method_std"),
     kernel(_FROM_ARGUMENTS, "init_method_xavier_uniform"),
     tested(
-        "integration/test_flags.py::test_a_death_and_other_degrees",
+        _FLAGS,
         "use_mup mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim mup_attn_scale_power",
     ),
     inert(_CONFIG, "mup_width_mult"),
@@ -137,7 +145,7 @@ _RECOMPUTED: Rows = joined(
     ),
     kernel("training.arguments:validate_args", "recompute_activations"),
     tested(
-        "integration/test_flags.py::test_a_death_and_other_degrees",
+        _FLAGS,
         "recompute_modules",
         condition=all_of(
             "core_attn",
@@ -151,11 +159,7 @@ _RECOMPUTED: Rows = joined(
         ),
         device="GPU: moe_act is of Transformer Engine's grouped layers",
     ),
-    refused(
-        "distribute_saved_activations",
-        "it adds a gathering to each recomputed layer, which no test covers",
-        "leave it out, or use --sequence-parallel",
-    ),
+    tested(_FLAGS, "distribute_saved_activations"),
     refused("checkpoint_activations", "Megatron no longer takes it", "use --recompute-activations"),
     refused("moe_layer_recompute", "Megatron has removed it", "use --recompute-granularity selective"),
     refused(

@@ -71,7 +71,8 @@ _PIPELINE: Rows = joined(
     tested("integration/test_flags.py::test_weight_gradients_of_the_head_after_the_pipeline", "wgrad_deferral_limit"),
     refused(
         "delay_wgrad_compute",
-        "Transformer Engine leaves weight gradients for later, and no test covers that a broken epoch forgets them",
+        "only Transformer Engine's layers leave weight gradients for later, and no test on GPUs covers that a broken "
+        "epoch forgets them",
         "leave it out",
     ),
     refused("mtp_standalone", "a stage of its own for multi-token prediction has no place in a plan"),
@@ -134,7 +135,7 @@ _REPLICAS: Rows = joined(
         "integration/test_interleaved.py::test_deaths_while_the_first_chunk_is_gathered",
         "overlap_param_gather_with_optimizer_step",
     ),
-    refused("align_param_gather", "no test covers that chunks which gather together survive a broken epoch"),
+    tested("integration/test_interleaved.py::test_a_death_in_other_layouts", "align_param_gather"),
     tested(
         "integration/test_overlap.py::test_several_instances_of_the_optimizer",
         "num_distributed_optimizer_instances",

@@ -19,7 +19,7 @@ from megatron_resihp.integration.support.notation import (
 from megatron_resihp.integration.support.row import Together
 
 _SCHEDULE = "training.training:get_optimizer_param_scheduler"
-_OFFLOADED = "its state is in host memory and in streams of its own, and no recovery moves it"
+_OFFLOADED = "Megatron has it with --use-precision-aware-optimizer only, which is refused"
 _GONE = "Megatron no longer takes it"
 
 _BATCHES: Rows = joined(
