@@ -2,7 +2,8 @@
 """Seconds in which gradients are summed through host memory, under plans that Megatron's own groups can't run.
 
 Imports `plan` and this package. Such plans sum gradients with gloo, where `--resihp-carrier` is `host`: after the last
-op of an iteration, on all workers at the same time. Megatron's own sums count as part of no op, as they overlap.
+op of an iteration, on all workers at the same time. With `--overlap-grad-reduce` some of them begin earlier. Here all
+count as if they came after it, since how much is hidden is not modelled. Megatron's own sums count as part of no op.
 """
 
 from dataclasses import dataclass

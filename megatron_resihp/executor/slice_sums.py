@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums gradients over workers whose shards are cut differently. May import torch, `plan` and this package.
 
-Slices with the same holders make one bucket, which one group sums. Some holders have no gradient of a slice that
-counts: standbys, and all but one of the workers that hold a parameter whole. They add zeros and get the sum, so that
-all holders have the same bits afterwards.
+Slices with the same holders are summed by one group, in buckets (`plan.slices.in_buckets`). Some holders have no
+gradient of a slice that counts: standbys, and all but one of the workers that hold a parameter whole. They add zeros
+and get the sum, so that all holders have the same bits afterwards.
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -15,7 +15,7 @@ import torch
 
 from megatron_resihp.executor.groups.side_group import MakeSideGroup, SideGroup
 from megatron_resihp.executor.host_memory import HostMemory, OnHost, host_memory_of
-from megatron_resihp.plan.slices import Slice, in_buckets
+from megatron_resihp.plan.slices import WHOLE, Slice, in_buckets
 
 LOAD: Final = 64 << 20
 """The most bytes of gradients that are summed together: while they are, the next ones come from the device."""
@@ -36,10 +36,19 @@ stand twice where a worker holds a slice twice."""
 
 @dataclass(frozen=True)
 class Bucket:
-    """Slices with the same holders. `group`: of these workers; None if there is only one."""
+    """Slices with the same holders, either cuts of one layer or what members hold whole.
+
+    Attributes:
+        group: of the holders; None if there is only one.
+    """
 
     slices: tuple[Slice, ...]
     group: SideGroup | None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all members of a stage hold these slices whole."""
+        return self.slices[0].cut == WHOLE
 
 
 def make_buckets(holders: Mapping[Slice, tuple[int, ...]], worker: int, make_group: MakeSideGroup) -> list[Bucket]:
@@ -49,11 +58,13 @@ def make_buckets(holders: Mapping[Slice, tuple[int, ...]], worker: int, make_gro
         holders: of every slice.
         make_group: (name, workers) → the group of these workers.
     """
+    groups: dict[tuple[int, ...], SideGroup | None] = {(worker,): None}
     buckets = []
     for workers, slices in in_buckets(dict(holders)):
         if worker in workers:
-            name = "slices/" + "-".join(map(str, workers))
-            buckets.append(Bucket(slices, make_group(name, workers) if len(workers) > 1 else None))
+            if workers not in groups:
+                groups[workers] = make_group("slices/" + "-".join(map(str, workers)), workers)
+            buckets.append(Bucket(slices, groups[workers]))
     return buckets
 
 

@@ -183,11 +183,16 @@ def plan_moves(
 
 
 def in_buckets(holders: dict[Slice, tuple[int, ...]]) -> list[tuple[tuple[int, ...], tuple[Slice, ...]]]:
-    """Group slices with the same holders, in an order that is the same on every worker."""
-    buckets: dict[tuple[int, ...], list[Slice]] = {}
+    """Group slices with the same holders, in an order that is the same on every worker.
+
+    Cuts are grouped layer by layer, from the last layer on: backward passes finish them in this order. What all members
+    of a stage hold whole comes after them, as it is summed inside the stage first.
+    """
+    buckets: dict[tuple[bool, int, tuple[int, ...]], list[Slice]] = {}
     for piece in sorted(holders):
-        buckets.setdefault(holders[piece], []).append(piece)
-    return [(workers, tuple(slices)) for workers, slices in sorted(buckets.items())]
+        whole = piece.cut == WHOLE
+        buckets.setdefault((whole, 0 if whole else -piece.layer, holders[piece]), []).append(piece)
+    return [(workers, tuple(slices)) for (*_, workers), slices in sorted(buckets.items())]
 
 
 def holders_of(shards: Mapping[int, Sequence[Shard]], cuts: int, tied_head: int | None) -> dict[Slice, tuple[int, ...]]:

@@ -7,6 +7,7 @@ Megatron validates no result of a job's first iteration, so that errors are inje
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,15 @@ def run_again(job: Job) -> list[int]:
     return [int(number) - 1 for number in max(found, key=len)]
 
 
-def test_iterations_that_are_run_again_train_the_same(jobs: Jobs, tmp_path: Path) -> None:
-    """In the job's own layout, after a death and in unlike stages."""
-    words = ask_for(tmp_path, plan(stages([2], [1, 0])), plan(stages([0, 1])))
-    model = tiny(**AGAIN, resihp_plan=words, resihp_inject="kill:3@1:backward")
+@pytest.mark.parametrize("early", [{}, {"overlap_grad_reduce": True}], ids=["", "sums in the pass"])
+def test_iterations_that_are_run_again_train_the_same(jobs: Jobs, tmp_path: Path, early: dict[str, Any]) -> None:
+    """In the job's own layout, after a death and in unlike stages, also where a standby keeps what one of them has."""
+    kept = replace(plan(stages([2], [1])), standbys={0: plan(stages([2], [1])).shards_of(1)})
+    words = ask_for(tmp_path, plan(stages([2], [1, 0])), kept, plan(stages([0, 1])))
+    model = tiny(**AGAIN | early, resihp_plan=words, resihp_inject="kill:3@1:backward")
     job = jobs.run(model, workers=4, script=WISHING, wishes=["doubt"])
     check_training(job, jobs.reference(tiny(**TWO), workers=4))
-    assert are_heterogeneous(job) == [False, False, True, False]
+    assert are_heterogeneous(job) == [False, False, True, True, False]
     assert sorted(set(run_again(job))) == list(range(2, 12)), job.tails()
 
 

@@ -37,7 +37,8 @@ refused.
   resihp check --nnodes 2 --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ... --resihp
 """
 WITHOUT_OVERLAP: Final[Mapping[str, str]] = {
-    "overlap_grad_reduce": "while replicas differ, gradients are summed after the backward pass",
+    "overlap_grad_reduce": "while replicas differ, what the members of a stage hold whole is summed after the backward "
+    "pass, as norms are; with --resihp-carrier device all gradients are",
     "defer_embedding_wgrad_compute": "while replicas differ, the head's weight gradients are computed in B",
 }
 """For arguments of Megatron that ask for an overlap: when a job does not have it."""

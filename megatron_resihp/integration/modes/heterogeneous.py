@@ -23,8 +23,9 @@ from megatron_resihp.executor.direct.sums import sum_between_devices
 from megatron_resihp.executor.gloo.groups_ahead import WorldGroup
 from megatron_resihp.executor.groups.side_group import MakeSideGroup
 from megatron_resihp.executor.routes import Step
-from megatron_resihp.executor.slice_sums import make_buckets, sum_gradients
+from megatron_resihp.executor.slice_sums import Bucket, Views, make_buckets, sum_gradients
 from megatron_resihp.integration.modes.direct_way import WatchedPeers, agreed_to_use, can_carry
+from megatron_resihp.integration.modes.early_sums import EarlySums, own_norms
 from megatron_resihp.integration.modes.emergency_format import whole_metadata
 from megatron_resihp.integration.modes.migration import migrate_slices
 from megatron_resihp.integration.modes.mode import (
@@ -38,13 +39,17 @@ from megatron_resihp.integration.modes.mode import (
     Schedule,
 )
 from megatron_resihp.integration.modes.uniform import averaging_of
+from megatron_resihp.integration.ops.final_gradients import FinalGradients
 from megatron_resihp.integration.ops.first_micro_batch import treat_all_alike
 from megatron_resihp.integration.ops.measured_exchange import MeasuredExchange
 from megatron_resihp.integration.ops.program_schedule import (
     MegatronWork,
     ScheduleCall,
     boundary_of,
+    check_gradients,
+    check_norms,
     evaluation_routes,
+    is_checked,
     make_exchange,
     run_evaluation,
     run_training,
@@ -94,10 +99,14 @@ class HeterogeneousMode(Mode):
         self._buckets = make_buckets(view.shares.holders, view.worker, make_group)
         self._runtime = runtime
         self._direct: WatchedPeers | None = None
+        self._early: EarlySums | None = None
+        self._rounds = 0
         self._tokens: Any = 0.0
 
     def close(self) -> None:
         super().close()
+        if self._early is not None:
+            self._early.join()
         self._buckets, self._direct = [], None
         vars(self).pop("_exchange", None)
 
@@ -141,7 +150,7 @@ class HeterogeneousMode(Mode):
         runtime, view = self._runtime, self.view
         runtime.setup.sizes.replace(view)
         if view.reports:
-            _tell_of_lost_overlap(runtime.setup.sizes.own(runtime.job.args))
+            _tell_of_lost_overlap(runtime.setup.sizes.own(runtime.job.args), self._sums_early)
         runtime.setup.groups.replace(view, runtime.job.args.distributed_backend)
         rows, _ = boundary_of(runtime.job.args, runtime.job.args.micro_batch_size)
         direct = self._direct is not None
@@ -156,13 +165,49 @@ class HeterogeneousMode(Mode):
 
     def train(self, schedule: Schedule, call: dict[str, Any]) -> Losses:
         asked = _schedule_call(call)
-        work = self._work(self._routes, asked)
         with scaled_losses(self.averaging, self._runtime.held.live.optimizer, asked.model, asked.count):
-            run_training(work, self._routes, self._exchange, asked.model)
+            work = self._run(asked)
         counts = self.view.tp_rank == 0  # its peers have seen the same
         self._tokens = work.tokens if counts else 0.0
         self.seen_documents = work.documents if counts else None
         return work.reported
+
+    def _run(self, asked: ScheduleCall) -> MegatronWork:
+        """All ops of an iteration; what may be summed early is summed meanwhile, once in an iteration.
+
+        Megatron may run an iteration again to explain a result. Then nothing is summed early, as standbys, which know
+        nothing of that, take part in sums.
+        """
+        if not self._sums_early:
+            work = self._run_ops(asked)
+            check_gradients(asked.model)
+            return work
+        self._rounds += 1
+        checked = is_checked(asked.model)
+        if self._rounds > 1:
+            work = self._run_ops(asked)
+            norms = own_norms(self.view, asked.model) if checked else []
+        else:
+            work, norms = self._run_summing(asked, checked)
+        if checked:
+            check_norms(asked.model, norms)
+        return work
+
+    def _run_summing(self, asked: ScheduleCall, checked: bool) -> tuple[MegatronWork, list[torch.Tensor]]:
+        early = self._early = EarlySums(self.view, self._routes, self._buckets_of(False), asked.model, checked)
+        try:
+            work = self._run_ops(asked, early.final)
+            early.finish()
+        except BaseException:
+            early.give_up()
+            raise
+        self._early = None
+        return work, early.norms() if checked else []
+
+    def _run_ops(self, asked: ScheduleCall, final: FinalGradients | None = None) -> MegatronWork:
+        work = self._work(self._routes, asked, final)
+        run_training(work, self._routes, self._exchange, asked.model)
+        return work
 
     def evaluate(self, schedule: Schedule, call: dict[str, Any]) -> Losses:
         """Only one replica evaluates, and the helpers of its empty stages."""
@@ -176,9 +221,11 @@ class HeterogeneousMode(Mode):
         run_evaluation(work, steps, self._exchange, row)
         return work.reported
 
-    def _work(self, steps: tuple[Step, ...], asked: ScheduleCall) -> MegatronWork:
+    def _work(
+        self, steps: tuple[Step, ...], asked: ScheduleCall, final: FinalGradients | None = None
+    ) -> MegatronWork:  # fmt: skip
         runtime = self._runtime
-        return MegatronWork(self.view, steps, asked, runtime.probes, lambda: runtime.pads.pad_op)
+        return MegatronWork(self.view, steps, asked, runtime.probes, lambda: runtime.pads.pad_op, final)
 
     def share_gradients(self) -> None:
         self._runtime.reach("grad-sync")  # Megatron's own is never called
@@ -188,11 +235,40 @@ class HeterogeneousMode(Mode):
         views = summed_views(model, shares)
         direct, counted = self._direct, shares.contributed
         if direct is None:
-            sum_gradients(self._buckets, views, counted)
+            self._sum_through_host(views)
         else:
             direct.taking_memory(lambda: sum_between_devices(self._sums, views, counted, direct, self.view.worker))
         if self.averaging.per_token:
             divide_by_tokens(model, self.everybody, float(self._tokens))
+
+    @cached_property
+    def _sums_early(self) -> bool:
+        """Whether sums begin in the backward pass; the same on every worker."""
+        own = self._runtime.setup.sizes.own(self._runtime.job.args)
+        return self._direct is None and bool(own["overlap_grad_reduce"])
+
+    def _sum_through_host(self, views: Views) -> None:
+        """What has not been summed yet."""
+        counted = self.view.shares.contributed
+        if not self._sums_early:
+            sum_gradients(self._buckets, views, counted)
+            return
+        if not self.view.works:
+            sum_gradients(self._buckets_of(False), views, counted)
+        if self._was_run_again():
+            sum_gradients(self._buckets_of(False), views, counted)
+        sum_gradients(self._buckets_of(True), views, counted)
+
+    def _was_run_again(self) -> bool:
+        """Whether what was summed early are not the gradients of the iteration's last round. Workers tell standbys."""
+        again = torch.tensor([float(self._rounds > 1)])
+        self._rounds = 0
+        if self.view.plan.standbys:
+            self.everybody.sum(again)
+        return bool(again)
+
+    def _buckets_of(self, whole: bool) -> list[Bucket]:
+        return [bucket for bucket in self._buckets if bucket.is_whole == whole]
 
     @cached_property
     def _sums(self) -> tuple[SliceSum, ...]:
@@ -218,16 +294,16 @@ class HeterogeneousMode(Mode):
 
 
 LOST_OVERLAP: Final = {
-    "overlap_grad_reduce": "gradients are summed after the backward pass",
+    "overlap_grad_reduce": "between devices gradients are summed after the backward pass",
     "overlap_param_gather": "no parameters are gathered",
     "defer_embedding_wgrad_compute": "the head's weight gradients are computed in its backward pass",
 }
 """What happens under a heterogeneous plan in place of an overlap that the job asks for."""
 
 
-def _tell_of_lost_overlap(own: dict[str, Any]) -> None:
+def _tell_of_lost_overlap(own: dict[str, Any], sums_early: bool) -> None:
     """`own`: what the arguments say in the job's own layout."""
-    lost = [name for name in LOST_OVERLAP if own[name]]
+    lost = [name for name in LOST_OVERLAP if own[name] and not (sums_early and name == "overlap_grad_reduce")]
     if lost:
         named = " and ".join(f"--{name.replace('_', '-')}" for name in lost)
         what = ", and ".join(LOST_OVERLAP[name] for name in lost)

@@ -7,13 +7,15 @@ wherever it was run (DESIGN contract 2). May import megatron, `plan`, `pipeline`
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
@@ -24,6 +26,7 @@ from megatron_resihp.executor.groups.communicators import Communicators
 from megatron_resihp.executor.interpreter import run
 from megatron_resihp.executor.routes import Orders, Step, all_routes, routes_for
 from megatron_resihp.integration.job import type_between_layers
+from megatron_resihp.integration.ops.final_gradients import FinalGradients
 from megatron_resihp.integration.ops.measured_exchange import MeasuredExchange, Stamps
 from megatron_resihp.integration.ops.micro_batches import MicroBatches
 from megatron_resihp.integration.ops.split_backward import WeightGradient, leaving_weights, remembering_bias
@@ -54,12 +57,11 @@ class ScheduleCall(NamedTuple):
 
 
 def run_training(work: "MegatronWork", steps: Sequence[Step], exchange: MeasuredExchange, model: Any) -> None:
-    """One iteration's ops on this worker; gradients are left in Megatron's buffers, unsummed."""
+    """One iteration's ops on this worker; gradients are left in Megatron's buffers."""
     with ExitStack() as stack:
         for chunk in model:
             stack.enter_context(chunk.no_sync())
         run(steps, work, exchange)
-    check_gradients(model)
     work.batches.finish()
 
 
@@ -74,6 +76,21 @@ def check_gradients(model: Sequence[Any]) -> None:
         if settings.check_for_nan_in_grad or settings.check_for_large_grads:
             for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
                 group.check_grads(settings.check_for_nan_in_grad, settings.check_for_large_grads)
+
+
+def is_checked(model: Sequence[Any]) -> bool:
+    """Whether Megatron checks gradients."""
+    settings = [chunk.ddp_config for chunk in model]
+    return any(each.check_for_nan_in_grad or each.check_for_large_grads for each in settings)
+
+
+def check_norms(model: Sequence[Any], norms: Sequence[torch.Tensor]) -> None:
+    """`check_gradients` by the norms of all of a worker's gradients, where some of these are sums by now."""
+    settings = model[0].ddp_config
+    bucket = SimpleNamespace(grad_data=torch.stack([norm.float() for norm in norms]))
+    _ParamAndGradBucketGroup.check_grads(
+        SimpleNamespace(buckets=[bucket]), settings.check_for_nan_in_grad, settings.check_for_large_grads
+    )
 
 
 def run_evaluation(work: "MegatronWork", steps: Sequence[Step], exchange: MeasuredExchange, row: Row) -> None:
@@ -114,10 +131,14 @@ class MegatronWork:
 
     def __init__(
         self, view: HeterogeneousView, steps: Sequence[Step], call: ScheduleCall, probes: Probes,
-        pad_op: Callable[[], PadOp | None],
+        pad_op: Callable[[], PadOp | None], final: FinalGradients | None = None,
     ) -> None:  # fmt: skip
-        """`pad_op`: what makes an op last longer, from now on; None: nothing does."""
-        self._probes, self._pad_op = probes, pad_op
+        """
+        Args:
+            pad_op: what makes an op last longer, from now on; None: nothing does.
+            final: is to be told of backward ops.
+        """
+        self._probes, self._pad_op, self._final = probes, pad_op, final
         self._own = view.own_chunks
         self._count = len(view.chunks)
         self._models = dict(zip(view.own_chunks, call.model, strict=True))
@@ -162,15 +183,20 @@ class MegatronWork:
 
     def backward(self, chunk: int, micro_batch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         given, output = self._kept.pop((chunk, micro_batch))
-        with as_stage(chunk, self._count), leaving_weights(self._splits) as left:
+        watching = self._watching(PlannedOp("B", chunk, micro_batch))
+        with as_stage(chunk, self._count), leaving_weights(self._splits) as left, watching:
             found: torch.Tensor | None = schedules.backward_step(given, output, gradient, self._config)
         self._left[chunk, micro_batch] = left
         return found
 
     def weight_gradient(self, chunk: int, micro_batch: int) -> None:
-        with self._probes.weight_gradient(self._own.index(chunk), micro_batch, self._pad_op()):
+        watching = self._watching(PlannedOp("W", chunk, micro_batch))
+        with self._probes.weight_gradient(self._own.index(chunk), micro_batch, self._pad_op()), watching:
             for later in self._left.pop((chunk, micro_batch)):
                 later.compute()
+
+    def _watching(self, op: PlannedOp) -> AbstractContextManager[None]:
+        return nullcontext() if self._final is None else self._final.watching(op)
 
 
 def boundary_of(args: Any, micro_batch_size: int) -> tuple[int, Row]:

@@ -185,7 +185,8 @@ class Sizes:
                 "use_distributed_optimizer": False,
                 # Without a layout the layer-wise one of a single replica owns all that there is.
                 "use_layer_wise_param_layout": False,
-                # Gradients are summed when all are there; DDP would insist on each as soon as B is done, not W.
+                # `modes.early_sums` sums gradients in the backward pass. DDP would insist on each as soon as B is done,
+                # not W, and knows nothing of what other workers hold.
                 "overlap_grad_reduce": False,
                 "overlap_param_gather": False,
                 "overlap_param_gather_with_optimizer_step": False,

@@ -117,7 +117,7 @@ _EXPERT_OVERLAP: Rows = joined(
 )
 
 _REPLICAS: Rows = joined(
-    tested("integration/test_plans.py::test_orders_of_ops", "overlap_grad_reduce"),
+    tested("integration/test_early_sums.py::test_the_same_bits_as_after_the_pass", "overlap_grad_reduce"),
     tested(
         "integration/test_distributed_optimizer.py::test_deaths_in_other_layouts",
         "ddp_bucket_size ddp_num_buckets ddp_pad_buckets_for_high_nccl_busbw",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,7 +16,7 @@ import torch
 from megatron.training import training
 
 from megatron_resihp.integration.job import Job
-from megatron_resihp.integration.modes import shared_out
+from megatron_resihp.integration.modes import heterogeneous, shared_out
 from megatron_resihp.integration.modes.choice import mode_of
 from megatron_resihp.integration.modes.heterogeneous import HeterogeneousMode
 from megatron_resihp.integration.modes.mode import Mode
@@ -26,7 +27,7 @@ from megatron_resihp.integration.patches.schedule import wrap_get_forward_backwa
 from megatron_resihp.integration.progress import Progress
 from megatron_resihp.integration.step.loss_scale import Averaging
 from megatron_resihp.integration.world.own_layers import OwnLayout
-from megatron_resihp.plan import Chunk, ParallelPlan, Replica
+from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Shard
 
 LAYERS = (Chunk(0, 0, 6),)
 HETEROGENEOUS = ParallelPlan((Replica(((0,),), (0, 1), LAYERS), Replica(((1, 2),), (2,), LAYERS)), {3: None})
@@ -47,7 +48,7 @@ class Group:
 
 def job(
     worker: int, *, distributed_optimizer: bool = False, per_token: bool = False, instances: int = 1,
-    bf16: bool = False, own: OwnLayout = OWN,
+    bf16: bool = False, own: OwnLayout = OWN, early: bool = False,
 ) -> Any:  # fmt: skip
     """What modes ask of a worker's job of six layers and three micro-batches."""
     args = SimpleNamespace(
@@ -56,6 +57,7 @@ def job(
     )  # fmt: skip
     return SimpleNamespace(
         worker=worker, reach=lambda point: None, progress=Progress(),
+        setup=SimpleNamespace(sizes=SimpleNamespace(own=lambda args: {"overlap_grad_reduce": early})),
         job=Job(cast(Any, None), args, cast(Any, None), own, distributed_optimizer, instances, "", None),
     )  # fmt: skip
 
@@ -195,6 +197,27 @@ def test_a_standby_divides_by_the_tokens_of_others_only() -> None:
     standby.held = SimpleNamespace(live=SimpleNamespace(model=[SimpleNamespace(scale_gradients=factors.append)]))
     mode(HETEROGENEOUS, standby, others=8.0).share_gradients()
     assert factors == [1 / 8]
+
+
+@pytest.mark.parametrize(("others", "times"), [(0.0, 1), (1.0, 2)])
+def test_a_standby_sums_again_what_workers_have_summed_in_a_round_that_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, others: float, times: int
+) -> None:
+    """It has taken part in sums while they ran their ops, and hears only afterwards that Megatron ran these again."""
+    summed: list[bool] = []
+
+    def sum_gradients(buckets: Any, views: Any, contributed: Any) -> None:
+        summed.extend(bucket.is_whole for bucket in buckets)
+
+    monkeypatch.setattr(heterogeneous, "sum_gradients", sum_gradients)
+    monkeypatch.setattr(heterogeneous, "summed_views", lambda model, shares: {})
+    standby = job(3, early=True)
+    standby.held = SimpleNamespace(live=SimpleNamespace(model=[]))
+    kept = replace(HETEROGENEOUS, standbys={3: (Shard(0, 6, 0, 1),)})
+    mode(kept, standby, others).share_gradients()
+    cuts, whole = summed.count(False), summed.count(True)
+    both_cuts_of_each_layer = 2 * 6
+    assert (cuts, whole) == (both_cuts_of_each_layer * times, 1) and summed[-1]
 
 
 # ---- parameters
