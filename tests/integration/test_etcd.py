@@ -97,7 +97,7 @@ class TestPresence:
         with closing(Gateway(short)) as gateway, closing(present):
             gateway.transact({}, lost, ())
             present.begin(str(short), "token")
-            leases, others = (NodeLeases(short, run, WAIT_S) for run in ("token", "else"))
+            leases, others = (NodeLeases(short, run, {1, 2}, WAIT_S) for run in ("token", "else"))
             with closing(leases), closing(others):
                 eventually("one is gone", leases.gone)
                 assert leases.gone() == {2} and not others.gone(), "of another run nothing is known"

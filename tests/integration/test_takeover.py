@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from launched import WAIT_S, Launched, eventually
 from megatron_resihp.cli import main
 from megatron_resihp.control import exit_codes
 from megatron_resihp.control.commands import launcher
-from megatron_resihp.control.commands.contact import Contact
+from megatron_resihp.control.commands.contact import Contact, read_contact
 from megatron_resihp.control.coordination.actions import Action, End
 from megatron_resihp.control.coordination.coordinator import Coordinator
 from megatron_resihp.control.head.decision_logs import decisions_at
@@ -28,6 +29,7 @@ from megatron_resihp.control.transport import lasting, store_client, store_relay
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.etcd.gateway import Gateway
 from megatron_resihp.control.transport.etcd.location import Location
+from megatron_resihp.control.transport.etcd.presence import SETTLE_S, lease_holders
 from megatron_resihp.report.run.standing import Launcher, launcher_of
 
 pytestmark = [pytest.mark.nightly, needs_etcd]
@@ -229,6 +231,27 @@ def test_a_node_that_is_lost_too_is_given_up(
     assert {death["cause"] for death in deaths} == {f"node lost: {why}"}
     standby.await_event("recovery", to_epoch=1)
     cluster.finish(standby)
+
+
+def test_nodes_that_all_lost_etcd_are_not_given_up(begin: Callable[..., Cluster], place: Location) -> None:
+    """What stops them here may be a network that cuts them off; their leases don't tell it from their end."""
+    cluster = begin()
+    standby = cluster.coordinator()
+    eventually("it waits", lambda: "resihp: waits until" in standby.output())
+    cluster.lose()
+    for node in cluster.nodes:
+        os.kill(node.pid, signal.SIGSTOP)
+    replaced_at = standby.await_event("coordinator_replaced")["time"]
+    with closing(Gateway(place)) as gateway:
+        run = read_contact(cluster.run_dir).token
+        eventually("their leases lapse", lambda: not lease_holders(gateway, run)[1])
+    eventually("others would be given up by now", lambda: time.time() > replaced_at + 3 * SETTLE_S)
+    for node in cluster.nodes:
+        os.kill(node.pid, signal.SIGCONT)
+    for node in cluster.nodes:
+        eventually("it is found", lambda node=node: "has found another coordinator" in node.output())
+    cluster.finish(standby)
+    assert not standby.events("worker_dead")
 
 
 def test_workers_that_come_back_find_it(begin: Callable[..., Cluster]) -> None:

@@ -84,7 +84,7 @@ def take_over(options: LaunchOptions, make_event_sink: MakeEventSink, stack: Exi
         holds = contact.hold(run_dir)
         claim = stack.enter_context(contact.taken_over(run_dir, holds))
         own = stack.enter_context(published_secret(run_dir, holds, find_secret(run_dir)))
-        leases = stack.enter_context(closing(NodeLeases(options.control, before.run, LEADERLESS_S)))
+        leases = stack.enter_context(closing(NodeLeases(options.control, before.run, before.awaited, LEADERLESS_S)))
     except OSError as error:
         raise unwritable(run_dir, error) from error
     except StoreError as error:

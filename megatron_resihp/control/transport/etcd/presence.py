@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Set
 from typing import Final
 
 from megatron_resihp.control.terminal import warn
@@ -21,7 +22,10 @@ from megatron_resihp.control.transport.etcd.location import Location, parse_loca
 
 LOOK_S: Final = 0.5
 SETTLE_S: Final = 1.5
-"""After a takeover, how long a node whose lease has lapsed is waited for: etcd may have been out of reach for all."""
+"""After a takeover, how long a node whose lease has lapsed is waited for."""
+RETURN_S: Final = 15.0
+"""How long a node may take to hold a lease again once etcd is in its reach: a request that was under way asks three
+members for two seconds each, and so may the one after it, which is answered that the lease has lapsed."""
 
 
 class Presence:
@@ -98,23 +102,48 @@ def lease_holders(gateway: Gateway, run: str) -> tuple[frozenset[int], frozenset
     return known, present
 
 
+class Gone:
+    """Tells nodes that are gone from those that etcd has only been out of reach for.
+
+    More than half of the nodes don't end together with the coordinator. So where so many have no lease, that says
+    nothing of any of them, nor does what is seen in the seconds after that, while they register again one by one. They
+    find the coordinator by the run directory, and it waits for each of them as where there are no leases.
+
+    Args:
+        awaited: nodes that are to come back.
+        now: seconds; a coordinator takes over.
+    """
+
+    def __init__(self, awaited: Set[int], now: float) -> None:
+        self._awaited = awaited
+        self._settled_at = now + SETTLE_S
+
+    def among(self, lapsed: Set[int], now: float) -> frozenset[int]:
+        """Those that are gone. `lapsed`: nodes that have held a lease, and hold none now."""
+        missing = frozenset(self._awaited & lapsed)
+        if 2 * len(missing) > len(self._awaited):
+            self._settled_at = max(self._settled_at, now + RETURN_S)
+        return missing if now >= self._settled_at else frozenset()
+
+
 class NodeLeases:
     """Which nodes are gone, for a coordinator that has just taken over. Looks in a thread of its own.
 
     Args:
         run: the run's token.
+        awaited: nodes that are to come back.
         for_s: how long it is of interest.
     """
 
-    def __init__(self, location: Location, run: str, for_s: float) -> None:
-        self._location, self._run = location, run
+    def __init__(self, location: Location, run: str, awaited: Set[int], for_s: float) -> None:
+        self._location, self._run, self._awaited = location, run, awaited
         self._gone = frozenset[int]()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._look, args=(for_s,), name="resihp-etcd-nodes", daemon=True)
         self._thread.start()
 
     def gone(self) -> frozenset[int]:
-        """Nodes that have held a lease, and hold none any more."""
+        """Those of the awaited nodes that don't come back."""
         return self._gone
 
     def close(self) -> None:
@@ -122,13 +151,13 @@ class NodeLeases:
         self._thread.join()
 
     def _look(self, for_s: float) -> None:
-        gateway, until = Gateway(self._location), time.monotonic() + for_s
-        pause_s = SETTLE_S
-        while not self._closing.wait(pause_s) and time.monotonic() < until:
-            pause_s = LOOK_S
+        gateway, begun = Gateway(self._location), time.monotonic()
+        gone = Gone(self._awaited, begun)
+        while not self._closing.is_set() and time.monotonic() < begun + for_s:
             try:
                 known, present = lease_holders(gateway, self._run)
-                self._gone = known - present
+                self._gone = gone.among(known - present, time.monotonic())
             except EtcdError:
                 pass  # Who is not known to be gone is waited for.
+            self._closing.wait(LOOK_S)
         gateway.close()
