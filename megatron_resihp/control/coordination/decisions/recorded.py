@@ -7,6 +7,7 @@ May import `plan`, `planner`, `protocol`, `events` and this package's modules.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Final, Self
 
 from megatron_resihp.control.coordination.actions import Action, Limits
@@ -86,6 +87,7 @@ class Recorded:
         self._lines: list[str] = []
         self._unwritten = 0
         self._answers: list[PlannerSaid] = []
+        self._passed_s = 0.0
         job = self.state.job
         self._reached, self._page = job.reached, job.pages.last
 
@@ -103,11 +105,17 @@ class Recorded:
         """
         if isinstance(message, LogPage):
             return self._membership.handle(message, now)
-        return self._step(message, now, letter, said)
+        return self._after_time(message, now, letter, said)
 
     def tick(self, passed_s: float, now: float) -> list[Action]:
-        """Time has passed; what nothing waits for is not noted."""
-        return self._step(Passed(passed_s), now) if self.state.awaits_time else self._membership.tick(passed_s, now)
+        """Time has passed.
+
+        What nothing waits for is not noted. What decides nothing yet is noted at once with what comes next: a link that
+        has failed is remembered for an hour, in which there may be nothing else to write.
+        """
+        quiet_s = self.state.quiet_s
+        self._passed_s = self._passed_s + passed_s if quiet_s < inf else 0.0
+        return self._take_time(now) if self._passed_s >= quiet_s else []
 
     def progressed(self, iteration: int) -> None:
         """A worker has told that this iteration is done; noted with the next step."""
@@ -115,7 +123,7 @@ class Recorded:
 
     def save_and_end(self, reason: str, now: float, unpublished: bool = False) -> list[Action]:
         """Have survivors save what they hold, and end the job."""
-        return self._step(CoordinatorFailed(reason, unpublished), now)
+        return self._after_time(CoordinatorFailed(reason, unpublished), now)
 
     def take_over(self, by: str, now: float) -> list[Action]:
         """Go on in the place of a coordinator that was lost; when this returns, that is written."""
@@ -128,6 +136,14 @@ class Recorded:
         if self._lines:
             lines, self._lines, self._unwritten = self._lines, [], 0
             self._write(lines)
+
+    def _after_time(self, fed: Fed, now: float, letter: str | None = None, said: str = "") -> list[Action]:
+        over = self._take_time(now) if self._passed_s else []
+        return over + self._step(fed, now, letter, said)
+
+    def _take_time(self, now: float) -> list[Action]:
+        passed_s, self._passed_s = self._passed_s, 0.0
+        return self._step(Passed(passed_s), now)
 
     def _step(self, fed: Fed, now: float, letter: str | None = None, said: str = "") -> list[Action]:
         job, self._answers = self.state.job, []

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass, field
+from math import inf
 from typing import Final
 
 FAILURES: Final = 2
@@ -71,9 +72,9 @@ class FailedLinks:
             self._forgotten_in.clear()
 
     @property
-    def remembers(self) -> bool:
-        """Whether any failure is to be forgotten in time."""
-        return bool(self._forgotten_in or self.good_in)
+    def quiet_s(self) -> float:
+        """In how much time none is forgotten; infinite: there is none."""
+        return min((*self._forgotten_in.values(), *self.good_in.values()), default=inf)
 
     def passed(self, seconds: float) -> bool:
         """So much time has passed; whether a link is good again by now."""

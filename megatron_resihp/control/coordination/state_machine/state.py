@@ -224,9 +224,11 @@ class State:
         return self.phase is Phase.REPORTING and worker in self.living and worker not in self.reports.records
 
     @property
-    def awaits_time(self) -> bool:
-        """Whether time that passes may change anything."""
-        return self.left_s is not None or bool(self.departures.left_s) or self.reports.links.remembers
+    def quiet_s(self) -> float:
+        """In how much time that passes nothing is decided; infinite: nothing waits for it."""
+        if self.left_s is not None or self.departures.left_s:
+            return 0.0
+        return self.reports.links.quiet_s
 
     @property
     def plan_and_shape(self) -> tuple[ParallelPlan, JobShape]:

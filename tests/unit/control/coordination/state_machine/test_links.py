@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from test_membership import Job, events, notices
 
@@ -67,6 +69,28 @@ def test_two_failures_long_after_each_other_are_two_passing_faults() -> None:
     job.wait(GOOD_S)
     assert not events(fail(job, 1, 2), "link_failed")
     assert events(fail(job, 1, 2), "link_failed")
+
+
+def test_while_a_link_is_remembered_nothing_is_written_until_something_is_decided(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each write may be a transaction in etcd, and the hour has thousands of turns of the coordinator."""
+    job = without_node_2()
+    written = list[Sequence[str]]()
+    write = job.membership._write
+    monkeypatch.setattr(job.membership, "_write", lambda lines: (written.append(lines), write(lines)))
+    for _ in range(1000):
+        job.wait(0.5)
+        job.membership.write_down()
+    assert not written
+    actions = job.come_back(10)
+    assert any("Passed" in line for line in written[0]), "the time is told before what it may matter to"
+    [refused] = events(actions, "change_refused")
+    assert refused.reason.endswith(f", {GOOD_S - 500.0:.0f} s from now")
+    job.come_back(11)
+    for _ in range(int(GOOD_S - 501.0)):
+        assert not job.wait(1.0)
+    assert notices(job.wait(1.0)) == [PlanChange], "the link is good again"
 
 
 @pytest.fixture
