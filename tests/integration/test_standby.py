@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -55,12 +56,15 @@ class First:
     Args:
         run: the run's token.
         nodes: that hold leases.
+        apart: it is not in the launch of a node.
     """
 
-    def __init__(self, place: Location, run_dir: Path, run: str = "token", nodes: tuple[int, ...] = (0,)) -> None:
+    def __init__(
+        self, place: Location, run_dir: Path, run: str = "token", nodes: tuple[int, ...] = (0,), apart: bool = True
+    ) -> None:  # fmt: skip
         self.place, self.run_dir = place, run_dir
         self.file = run_dir / "coordinator.json"
-        self.file.write_text(json.dumps({"store": f"{HOST}:1", "token": run}))
+        self.file.write_text(json.dumps({"store": f"{HOST}:1", "token": run, "apart": apart}))
         (run_dir / "secret").write_text("a secret of this job\n")
         self._leadership = Leadership(place)
         self._log = EtcdLog(self._leadership, threading.Event())
@@ -320,3 +324,30 @@ def test_it_ends_with_the_job_that_it_waits_for(
     first.lapse()
     refusal = waiting.refusal()
     assert isinstance(refusal, JobIsOver) and refusal.code == 0
+
+
+def test_one_that_is_in_a_launch_cannot_be_followed(
+    place: Location, tmp_path: Path, wait: Callable[..., Waiting], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """This is said while it lives. The file of one that was killed is not touched any more, and means nothing."""
+    with closing(First(replace(place, lease_s=20), tmp_path, apart=False)) as first:
+        waiting = wait()
+        eventually("it waits", lambda: "waits until the coordinator of" in capfd.readouterr().out)
+        time.sleep(0.2)
+        assert waiting.ended is None, "another one may be about to come"
+        os.utime(first.file, (0.0, first.file.stat().st_mtime + 5.0))
+        refusal = waiting.refusal()
+    assert isinstance(refusal, LaunchError) and "which is in node 0's launch; launch node 0 without" in str(refusal)
+
+
+def test_the_file_of_one_that_was_in_a_launch_before_means_nothing(
+    place: Location, tmp_path: Path, wait: Callable[..., Waiting], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with closing(First(replace(place, lease_s=20), tmp_path, "earlier", apart=False)):
+        waiting = wait()
+        eventually("it waits", lambda: "waits until the coordinator of" in capfd.readouterr().out)
+    with closing(First(replace(place, lease_s=2), tmp_path)) as first:
+        first.decide(*entries())
+        time.sleep(0.2)
+        first.lapse()
+        assert waiting.taken().token == "token"

@@ -212,10 +212,10 @@ def _holder(path: Path, left: str, answers: Callable[[], bool]) -> str | None:
         return who if owner.lives() else None
     if data and answers():
         return who
-    touched_at = _modified(path)
+    touched_at = modified(path)
     announced = False
     while (silent_s := age(path)) is not None and silent_s < FRESH_S:
-        is_touched = _modified(path) != touched_at
+        is_touched = modified(path) != touched_at
         if _text(path) != left:
             return None  # It is another job's, or one has just written it: a second look will tell.
         if is_touched:
@@ -248,8 +248,8 @@ def _text(path: Path) -> str | None:
         return None
 
 
-def _modified(path: Path) -> float | None:
-    """By the file system's clock; opened, because NFS looks again only then."""
+def modified(path: Path) -> float | None:
+    """When it was touched last, by the file system's clock; opened, because NFS looks again only then."""
     try:
         with path.open() as file:
             return os.fstat(file.fileno()).st_mtime
@@ -259,9 +259,9 @@ def _modified(path: Path) -> float | None:
 
 def age(path: Path) -> float | None:
     """Seconds since it was touched, by the file system's clock; None: it is gone."""
-    modified = _modified(path)
+    touched_at = modified(path)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.") as file:
         file.write(b" ")
         file.flush()
         now = os.fstat(file.fileno()).st_mtime
-    return None if modified is None else now - modified
+    return None if touched_at is None else now - touched_at

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from megatron_resihp.control.commands.claim import TOUCH_S, age
+from megatron_resihp.control.commands.claim import TOUCH_S, age, modified
 from megatron_resihp.control.commands.contact import FILE_NAME, Contact, read_contact
 from megatron_resihp.control.commands.launch_options import LaunchError, LaunchOptions
 from megatron_resihp.control.commands.run_directory import make_run_dir, unwritable
@@ -128,6 +128,8 @@ class _Wait:
         self._passed_over: tuple[str | None, str | None] | None = None
         """A run, and the last entry of the log, by which it is known that there is nothing to take over."""
         self._until = time.monotonic() + patience_s
+        self._in_launch: tuple[str, float] | None = None
+        """The run whose coordinator is in a launch, and when its file had been touched as it was first seen."""
         self._said = ""
 
     def take_over(self) -> tuple[Leadership, Succession]:
@@ -150,6 +152,7 @@ class _Wait:
     def _look(self) -> tuple[Leadership, Succession] | None:
         run = self._named()
         if self._gateway.get(self._control.leader) is not None:
+            self._check_apart()
             self._followed = run or self._followed
             self._until = time.monotonic() + self._patience_s
             self._say(f"waits until the coordinator of {self._control} is lost")
@@ -167,6 +170,25 @@ class _Wait:
             raise LaunchError(f"no coordinator of {self._control} has come within {self._patience_s:g} s; {mend}")
         self._say(f"no coordinator of {self._control} leads or is lost; waits for one, {self._patience_s:g} s at most")
         return None
+
+    def _check_apart(self) -> None:
+        """Raises LaunchError: the coordinator that leads is lost together with node 0's launch.
+
+        A job that was killed leaves its file behind, and its lease for a while. So the file has to be touched first.
+        """
+        try:
+            contact = read_contact(self._run_dir)
+        except StoreError:
+            return
+        touched_at = modified(self._run_dir / FILE_NAME)
+        if contact.apart or touched_at is None:
+            return
+        if self._in_launch is None or self._in_launch[0] != contact.token:
+            self._in_launch = contact.token, touched_at
+        elif touched_at != self._in_launch[1]:
+            mend = "launch node 0 without --control, and give that to a resihp coordinator"
+            raise LaunchError(f"no coordinator can follow that of the job in {self._run_dir}, which is in node 0's "
+                f"launch; {mend}")  # fmt: skip
 
     def _say(self, what: str) -> None:
         if self._said != what:
