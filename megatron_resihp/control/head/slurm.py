@@ -7,6 +7,7 @@ from another allocation, are not asked about.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import threading
 import time
@@ -20,6 +21,9 @@ ANSWER_S: Final = 5.0
 LISTEN_S: Final = 10.0
 """It may hear of a node a moment later than node 0 does. So long it is asked again; `SlurmdTimeout` is far longer."""
 LOOK_S: Final = 1.0
+_DOWN: Final = re.compile("(down|drained|fail)[^a-z]?")
+"""What SLURM calls a node of a running job that is lost, with a mark behind it, such as * where it doesn't answer. One
+that an administrator drains, or expects to fail, is `draining` or `failing` as long as it lives. As in job.sbatch."""
 
 
 def asks(environment: Mapping[str, str], nodes: int) -> bool:
@@ -59,12 +63,17 @@ class SlurmQuery:
         return {names[node]: node for node in nodes if node < min(self._nodes, len(names))}
 
 
+def is_down(state: str) -> bool:
+    """Whether a node of a running job is lost, by what SLURM calls its state."""
+    return _DOWN.fullmatch(state) is not None
+
+
 def _listen(nodes: Mapping[str, int]) -> tuple[int, ...]:
     """Which of these are down, once all are, or after a while."""
     until = time.monotonic() + LISTEN_S
     while nodes:
         states = _lines("sinfo", "--noheader", "--Node", "--nodes", ",".join(nodes), "--format", "%N %T")
-        down = {name for name, _, state in (line.partition(" ") for line in states) if state.startswith("down")}
+        down = {name for name, _, state in (line.partition(" ") for line in states) if is_down(state)}
         if down >= nodes.keys() or time.monotonic() > until:
             return tuple(sorted(node for name, node in nodes.items() if name in down))
         time.sleep(LOOK_S)

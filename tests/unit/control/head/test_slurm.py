@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import queue
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,22 @@ def down(
 def test_a_node_that_does_not_answer_yet_is_not_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert down(tmp_path, monkeypatch, (1, 2)) == (1,)
     assert set((tmp_path / "asked").read_text().splitlines()) == {"n1,n2"}
+
+
+@pytest.mark.parametrize(
+    ("state", "lost"),
+    [
+        ("down", True), ("down*", True), ("drained", True), ("drained*", True), ("fail*", True), ("drained~", True),
+        ("draining", False), ("draining*", False), ("failing", False), ("allocated*", False), ("completing", False),
+    ],
+)  # fmt: skip
+def test_the_job_script_calls_the_same_nodes_lost(state: str, lost: bool) -> None:
+    """A node that was being drained when it was lost is `drained*`, not `down*`."""
+    script = (Path(__file__).parents[4] / "scripts" / "slurm" / "job.sbatch").read_text()
+    assert "[[ $state != $DOWN ]]" in script and "[[ $state == $DOWN ||" in script
+    [pattern] = (line for line in script.splitlines() if line.startswith("DOWN="))
+    done = subprocess.run(["bash", "-c", f"{pattern}; [[ $1 == $DOWN ]]", "bash", state], check=False)
+    assert slurm.is_down(state) == (done.returncode == 0) == lost
 
 
 def test_it_is_asked_again_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
