@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from megatron_resihp.control import exit_codes
+from megatron_resihp.control import exit_codes, keys
 from megatron_resihp.control.commands.admission import admitted
 from megatron_resihp.control.commands.claim import ClaimedError, Hold, living_owner
 from megatron_resihp.control.commands.contact import FILE_NAME, Contact, read_contact
@@ -30,8 +30,9 @@ from megatron_resihp.control.terminal import say
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.etcd.gateway import EtcdError
 from megatron_resihp.control.transport.etcd.leadership import Leadership
+from megatron_resihp.control.transport.gate import RefusedSecretError
 from megatron_resihp.control.transport.node_liveness import check_size, has_joined, is_apart, is_led_on
-from megatron_resihp.control.transport.secret import Secret, find_secret, published_secret
+from megatron_resihp.control.transport.secret import Secret, UnreadableError, find_secret, published_secret
 from megatron_resihp.control.transport.store import (
     ElsewhereError,
     Store,
@@ -40,6 +41,7 @@ from megatron_resihp.control.transport.store import (
     reserve,
     wait_until_reachable,
 )
+from megatron_resihp.control.transport.store_client import connect
 
 LOCAL_HOST: Final = "127.0.0.1"
 RESULT: Final = "exit_code"
@@ -190,13 +192,14 @@ def _lead(
 def _join(options: LaunchOptions, address: Address) -> Seat:
     run_dir = make_run_dir(options)
     address = _found(address, run_dir, options.connect_timeout_s)
-    _, (apart, led_on, joined) = admitted(address, run_dir, options.connect_timeout_s, partial(_told, options=options))
+    told = partial(_told, options=options)
+    _, (apart, led_on, joined, run) = admitted(address, run_dir, options.connect_timeout_s, told)
     if options.control is not None and options.node == 0:
         raise LaunchError("the coordinator runs apart from the nodes; give --control to resihp coordinator")
     size = replace(options.size, apart=apart)
     if options.node in size.head:
         raise LaunchError(f"node 0 of the job at {address} runs there, with the coordinator; give another --node-rank")
-    offered = _offered(options, run_dir, address, joined)
+    offered = _offered(options, run_dir, address, joined, run)
     numbers = offered or size.slots_on(options.node)
     return Seat(find_secret(run_dir), address, run_dir, size, numbers, offered is not None, led_on=led_on)
 
@@ -227,18 +230,22 @@ def _named(run_dir: Path, address: Address) -> Address:
     return contact.store if contact.apart else address
 
 
-def _told(store: Store, options: LaunchOptions) -> tuple[bool, bool, bool]:
-    """Whether the store's coordinator is apart, whether another may take its place, and whether a node of this rank has
-    begun its job; or StoreError."""
+def _told(store: Store, options: LaunchOptions) -> tuple[bool, bool, bool, str]:
+    """Whether the store's coordinator is apart, whether another may take its place, whether a node of this rank has
+    begun its job, and the run's token; or StoreError."""
     check_size(store, options.node, options.size)
-    return is_apart(store), is_led_on(store), has_joined(store, options.node, options.size)
+    joined = has_joined(store, options.node, options.size)
+    return is_apart(store), is_led_on(store), joined, store.get(keys.RUN, options.connect_timeout_s)
 
 
-def _offered(options: LaunchOptions, run_dir: Path, address: Address, joined: bool) -> Sequence[int] | None:
+def _offered(
+    options: LaunchOptions, run_dir: Path, address: Address, joined: bool, run: str
+) -> Sequence[int] | None:  # fmt: skip
     """The ids of the workers of a node that joins a running job, also again; None: it begins the job.
 
     Args:
         joined: one of its rank has begun the job. So this one takes its place, once that one is missed.
+        run: the job's token.
 
     Raises:
         StoreError: the coordinator is gone, while this one waited to join.
@@ -248,13 +255,24 @@ def _offered(options: LaunchOptions, run_dir: Path, address: Address, joined: bo
         if node < size.nodes and not joined:
             return returning.take(run_dir, node)
         return returning.await_offer(
-            run_dir, node, lambda: wait_until_reachable(_named(run_dir, address), STILL_THERE_S),
+            run_dir, node, lambda: check_still_there(run_dir, _named(run_dir, address), run),
             options.connect_timeout_s, joined,
         )  # fmt: skip
     except returning.RefusedError as error:
         raise LaunchError(str(error)) from error
     except OSError as error:
         raise unwritable(run_dir, error) from error
+
+
+def check_still_there(run_dir: Path, address: Address, run: str) -> None:
+    """Raises StoreError unless the job with this token answers there: another one may have the port by now."""
+    try:
+        with closing(connect(address, find_secret(run_dir), STILL_THERE_S)) as store:
+            if store.get(keys.RUN, STILL_THERE_S) == run:
+                return
+    except (RefusedSecretError, UnreadableError, TimeoutError):
+        pass
+    raise StoreError(f"the job at {address} that this node waited to join has ended")
 
 
 def give_back(options: LaunchOptions, seat: Seat) -> None:
