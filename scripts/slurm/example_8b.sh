@@ -19,9 +19,6 @@ training=(
     # Each node is a complete replica. In Megatron's default order, each stage's replicas would be next to each other: with two
     # nodes, each node would hold a stage that is nowhere else.
     --use-tp-pp-dp-mapping
-    # With other sizes, or a distributed optimizer, this keeps a node from holding state that is nowhere else. Here it changes
-    # nothing.
-    --resihp-spread-replicas
     --num-layers 32
     --hidden-size 4096
     --ffn-hidden-size 14336

@@ -10,8 +10,10 @@ import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,8 +31,9 @@ COMMANDS = {
     'elif [[ $1 == show ]]; then printf "node%s\\n" ${NODES_OF_JOB:-0 1}; else echo "scontrol $*"; fi',
     # The example hands its job over.
     "sbatch": 'while [[ $1 == --* ]]; do shift; done; exec bash "$@"',
-    # As SLURM does for the task on the second node.
-    "srun": 'while [[ $1 == --* ]]; do shift; done; SLURM_NODEID=1 "$@"; echo "task: $?" >&2; exit ${SRUN_CODE:-0}',
+    # As SLURM does for the task on a node, the second one.
+    "srun": 'while [[ $1 == --* ]]; do shift; done; SLURM_NODEID=${TASK:-1} "$@"; echo "task: $?" >&2; '
+    "exit ${SRUN_CODE:-0}",
     "resihp": "[[ $1 != checkpoint ]] || ((${LOOK_CODE:-0} == 0)) || exit $LOOK_CODE; "
     "if [[ $1 == checkpoint || $1 == emergency ]]; then "
     f'[[ -z ${{SAVED:-}} ]] || {sys.executable} -m megatron_resihp.cli "$@"; '
@@ -153,6 +156,37 @@ def test_a_task_queues_the_job_again_if_the_first_node_is_lost(
 
 
 @pytest.mark.parametrize(
+    ("ends", "variables", "follows"),
+    [
+        (f"exit {exit_codes.REFUSED}", {}, "scontrol requeue 7"), ("kill -s KILL $$", {}, "scontrol requeue 7"),
+        ("echo 138 > $RUN_DIR/exit_code; exit 138", {}, "scontrol requeue 7"),
+        ("echo 0 > $RUN_DIR/exit_code; exit 0", {}, "scancel 7"),
+        ("echo 69 > $RUN_DIR/exit_code; exit 69", {}, "scancel 7"),
+        ("exit 0", {"COORDINATOR_GONE": "0"}, ""), ("touch $RUN_DIR/ended/0; exit 0", {}, ""),
+    ],
+    ids=["refused", "killed", "time is over", "finished", "no plan", "left, and the job goes on", "ended by itself"],
+)  # fmt: skip
+def test_an_allocation_whose_first_node_is_lost_ends_whatever_the_others_end_with(
+    tmp_path: Path, ends: str, variables: dict[str, str], follows: str
+) -> None:
+    """The first node may be lost before its coordinator was there, or once the job was over."""
+    done = run(
+        tmp_path, LAUNCH=ends, NODE0_GONE="1", NODE0_STATE="down*", SRUN_CODE=str(exit_codes.REFUSED),
+        RESIHP_MOST_REQUEUES="1", **variables,
+    )  # fmt: skip
+    task = done.stdout.partition("resihp: exit code")[0]  # what comes then is the batch script's
+    said = [line for line in task.splitlines() if line.startswith(("scontrol requeue", "scancel"))]
+    assert said == ([follows] if follows else []), done.stderr
+
+
+@pytest.mark.parametrize(("ends", "noted"), [("exit 0", True), ("exit 75", True), ("kill -s KILL $$", False)])
+def test_a_first_node_on_which_all_is_killed_has_not_ended_by_itself(tmp_path: Path, ends: str, noted: bool) -> None:
+    """The task may outlive the launcher by a moment."""
+    run(tmp_path, LAUNCH=ends, TASK="0", SRUN_CODE=str(exit_codes.REFUSED))
+    assert (tmp_path / "resihp-runs" / "slurm-7" / "ended" / "0").exists() == noted
+
+
+@pytest.mark.parametrize(
     ("states", "waits"),
     [("allocated", True), ("down*", False), ("allocated*", False)], ids=["writes", "lost", "lost, as it seems"],
 )  # fmt: skip
@@ -188,6 +222,22 @@ def test_what_can_not_go_on_is_refused_before_it_begins(
 def test_a_job_may_load_where_it_saves(tmp_path: Path) -> None:
     done = run(tmp_path, "--save", "out", "--load", "out", JOB_CODE="0")
     assert done.returncode == 0 and "launch" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "spread"),
+    [
+        ([], {}, True), ([], {"RESIHP_SPREAD": "0"}, False), ([], {"SLURM_JOB_NUM_NODES": "1"}, False),
+        (["--expert-model-parallel-size", "2"], {}, False), (["--context-parallel-size=2"], {}, False),
+        (["--context-parallel-size", "1"], {}, True),
+    ],
+    ids=["nodes", "not wanted", "one node", "experts shared", "sequences shared", "sequences whole"],
+)  # fmt: skip
+def test_no_shard_lives_on_one_node_only_where_that_can_be(
+    tmp_path: Path, flags: list[str], variables: dict[str, str], spread: bool
+) -> None:
+    done = run(tmp_path, "--save", "out", *flags, JOB_CODE="0", **variables)
+    assert done.returncode == 0 and done.stdout.splitlines().count("--resihp-spread-replicas") == spread
 
 
 def test_nothing_is_trained_where_the_newest_state_is_not_known(tmp_path: Path) -> None:
@@ -295,3 +345,45 @@ def test_every_command_runs_in_the_container(tmp_path: Path) -> None:
     done = run(tmp_path, JOB_CODE="0", RESIHP_CONTAINER=f"contained {tmp_path}/ran", RESIHP_HEALTH="1")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "ran").read_text().split() == ["resihp"] * 4  # health, emergency, checkpoint, launch
+
+
+class TestJoin:
+    """Nodes of a second job, which join the first one."""
+
+    @pytest.fixture
+    def join(self, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+        """Runs the task of its second node, of three."""
+        run(tmp_path, JOB_CODE="0")
+
+        def joined(**variables: str) -> subprocess.CompletedProcess[str]:
+            environment = os.environ | {
+                "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "node[0-2]", "SLURM_JOB_ID": "8",
+                "NODES_OF_JOB": "0 1 2", "SLURM_GPUS_ON_NODE": "8", "LAUNCH": "[[ $1 != launch ]] || exit 75",
+                **variables,
+            }  # fmt: skip
+            return subprocess.run(
+                ["bash", SLURM / "join.sbatch", "7"], env=environment, cwd=tmp_path, capture_output=True, text=True,
+                timeout=30.0,
+            )  # fmt: skip
+
+        return joined
+
+    def test_a_node_has_the_rank_behind_those_of_the_first_job(self, join: Callable[..., Any]) -> None:
+        arguments = join().stdout.splitlines()
+        assert arguments[arguments.index("--node-rank") + 1] == "3"
+        assert arguments[arguments.index("launch") :].count("--resihp-spread-replicas") == 1
+
+    def test_a_node_that_is_unfit_does_not_join(self, join: Callable[..., Any]) -> None:
+        done = join(LAUNCH="[[ $1 != health ]] || exit 1")
+        assert "launch" not in done.stdout.splitlines() and "task: 1" in done.stderr
+
+    @pytest.mark.parametrize(
+        ("gone", "of_2", "cancelled"), [("1", "down*", True), ("1", "allocated", False), ("0", "down*", False)],
+        ids=["no node is left", "another one trains", "the first one lives"],
+    )  # fmt: skip
+    def test_the_last_one_ends_the_allocation_if_the_first_one_is_lost(
+        self, join: Callable[..., Any], gone: str, of_2: str, cancelled: bool
+    ) -> None:
+        """The batch script and srun were there."""
+        done = join(NODE0_GONE=gone, NODE0_STATE="down*", STATE_OF_2=of_2)
+        assert ("scancel 8" in done.stdout) == cancelled and "task: 75" in done.stderr
