@@ -191,9 +191,9 @@ class TestLeadership:
     def test_an_answer_that_is_lost_is_asked_for_again(self, place: Location, monkeypatch: pytest.MonkeyPatch) -> None:
         transact = Gateway.transact
 
-        def twice(self: Gateway, created: dict[str, int], put: Put, otherwise: Any) -> Outcome:
-            assert transact(self, created, put, otherwise).succeeded
-            return transact(self, created, put, otherwise)
+        def twice(self: Gateway, *asked: Any) -> Outcome:
+            assert transact(self, *asked).succeeded
+            return transact(self, *asked)
 
         monkeypatch.setattr(Gateway, "transact", twice)
         with closing(Leadership(place)) as leader:
@@ -222,12 +222,18 @@ class TestLog:
         read = read_etcd_decisions(place)
         assert (read.steps, read.problem, read.last) == (steps, "", 2)
 
-    def test_the_last_run_is_read(self, place: Location) -> None:
-        for entries in ([BEGAN, step(1), step(2)], [BEGAN, step(1, "later")]):
+    def test_a_run_that_begins_ends_the_log_of_those_before(self, place: Location) -> None:
+        """At once: there is no moment at which etcd has neither."""
+        later = step(1, "later", characters=1_200_000)
+        for entries in ([BEGAN, step(1, characters=1_200_000), step(2)], [BEGAN, later]):
             with closing(Leadership(place)) as leader, closing(log_of(leader)) as log:
                 for entry in entries:
                     log.write([line_of(entry)])
-        assert read_etcd_decisions(place).steps == (step(1, "later"),)
+        assert read_etcd_decisions(place).steps == (later,)
+        with closing(Gateway(place)) as gateway:
+            assert [held.key for held in gateway.all(*place.entries)] == [place.entry(4), place.entry(5)]
+            pieces = [held.key for held in gateway.all(f"{place.run}/pieces/", f"{place.run}/pieces0")]
+            assert pieces == [place.piece(5, 0), place.piece(5, 1)]
 
     def test_long_ones_are_read_page_by_page(self, place: Location) -> None:
         steps = tuple(map(step, range(1, 80)))
@@ -244,8 +250,8 @@ class TestLog:
         transact = Gateway.transact
         lost: list[str] = []
 
-        def once(self: Gateway, created: dict[str, int], put: Put, otherwise: Any) -> Outcome:
-            outcome = transact(self, created, put, otherwise)
+        def once(self: Gateway, created: dict[str, int], put: Put, *asked: Any) -> Outcome:
+            outcome = transact(self, created, put, *asked)
             if put.key not in lost:
                 lost.append(put.key)
                 raise UnreachableError("the answer is lost")
@@ -283,6 +289,19 @@ class TestLog:
             lapse(lapsed, lapsed.gateway())
             with closing(Leadership(place)) as other, closing(log_of(other)) as others:
                 others.write([line_of(BEGAN)])
+            with pytest.raises(UnrecordedError, match="has decisions of another job since this one has led it"):
+                log.write([line_of(step(1))])
+        assert read_etcd_decisions(place).steps == ()
+
+    def test_nor_where_what_another_has_written_is_gone(self, place: Location) -> None:
+        """A third job has begun since then, and has ended: the next number is free again."""
+        with closing(Leadership(place)) as lapsed, closing(log_of(lapsed)) as log:
+            log.write([line_of(BEGAN)])
+            lapse(lapsed, lapsed.gateway())
+            for others in ([BEGAN, step(1)], [BEGAN]):
+                with closing(Leadership(place)) as other, closing(log_of(other)) as written:
+                    for entry in others:
+                        written.write([line_of(entry)])
             with pytest.raises(UnrecordedError, match="has decisions of another job since this one has led it"):
                 log.write([line_of(step(1))])
         assert read_etcd_decisions(place).steps == ()

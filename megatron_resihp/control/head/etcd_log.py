@@ -2,7 +2,8 @@
 """The log of decisions in etcd: a key for each entry, made once, by the leader only.
 
 An entry is what the coordinator has decided at once, which may be many lines (`entries.line_of`), compressed. One that
-is too large for a transaction is written in pieces first; its key then holds their number and a digest of all.
+is too large for a transaction is written in pieces first; its key then holds their number and a digest of all. The
+first entry of a run is made together with the end of all earlier ones, whose runs nobody can go on with any more.
 May import: the standard library, `transport.etcd` and this package's modules.
 """
 
@@ -42,12 +43,12 @@ _IN_PIECES: Final = re.compile(rb"pieces (\d{1,5}) ([0-9a-f]{64})")
 
 
 class EtcdLog:
-    """Appends to the log, which may hold earlier runs. One thread writes.
+    """Appends to the log. One thread writes.
 
     Args:
         closing: once it is set, nothing is waited for.
-        after: number of the entry after which this job goes on; nothing is written if another has come behind that one.
-            None: the job begins, behind whatever is there.
+        after: number of the entry after which this job goes on; nothing is written if another has come behind that one,
+            or if that one is gone. None: the job begins, in the place of whatever is there.
     """
 
     def __init__(self, leadership: Leadership, closing: threading.Event, after: int | None = None) -> None:
@@ -55,6 +56,7 @@ class EtcdLog:
         self._closing = closing
         self._location = leadership.location
         self._gateway = leadership.gateway()
+        self._begins = after is None
         self._number = None if after is None else after + 1
 
     def write(self, lines: Sequence[str]) -> None:
@@ -86,22 +88,29 @@ class EtcdLog:
             self._number = (0 if last is None else self._location.number_of(last) or 0) + 1
         *pieces, entry = _puts(self._location, self._number, data)
         for put in (*pieces, entry):
-            if not self._make(put, entry):
+            if not self._make(put, entry, self._number):
                 break
         self._number += 1
+        self._begins = False
 
-    def _make(self, put: Put, entry: Put) -> bool:
+    def _make(self, put: Put, entry: Put, number: int) -> bool:
         """Put a part of an entry that is not there yet, as the leader; returns whether it was not there."""
-        leader = self._location.leader
+        location = self._location
+        last = () if self._begins else (location.entry(number - 1),)
+        deleted = location.before(number) if self._begins and put is entry else ()
         while True:
             token = self._leadership.token
-            outcome = self._gateway.transact({leader: token, entry.key: 0}, put, [entry.key])
+            outcome = self._gateway.transact(
+                {location.leader: token, entry.key: 0}, put, (entry.key, *last), last, deleted
+            )  # fmt: skip
             if outcome.succeeded:
                 return True
-            for there in outcome.found:
-                if there.value != entry.value:
-                    raise EtcdError(f"{self._location} has decisions of another job since this one has led it")
+            found = {held.key: held.value for held in outcome.found}
+            if found.get(entry.key) == entry.value:
                 return False  # It was made, and the answer was lost.
+            # Those of a job that has begun meanwhile may be gone, too.
+            if entry.key in found or not found.keys() >= set(last):
+                raise EtcdError(f"{location} has decisions of another job since this one has led it")
             self._leadership.stand_again(self._gateway, token)
 
 

@@ -166,16 +166,29 @@ class Gateway:
         """End a lease, and with it its keys."""
         self._post("lease/revoke", {"ID": str(lease)})
 
-    def transact(self, created: dict[str, int], put: Put, otherwise: Sequence[str]) -> Outcome:
-        """Put a value if these keys were created at these revisions (0: there is no such key); else tell of others."""
+    def transact(
+        self, created: dict[str, int], put: Put, otherwise: Sequence[str], there: Sequence[str] = (),
+        deleted: Sequence[tuple[str, str]] = (),
+    ) -> Outcome:  # fmt: skip
+        """Put a value if all is as it was; else tell of other keys.
+
+        Args:
+            created: keys that were created at these revisions; 0: there is no such key.
+            otherwise: keys to tell of.
+            there: keys that have to be there.
+            deleted: from which key on, and before which one, keys go together with that; the key that is put is none.
+        """
         compared = [
             {"key": _coded(key), "target": "CREATE", "result": "EQUAL", "create_revision": str(revision)}
             for key, revision in created.items()
         ]
+        compared += [
+            {"key": _coded(key), "target": "CREATE", "result": "GREATER", "create_revision": "0"} for key in there
+        ]
         plain = {"key": _coded(put.key), "value": base64.b64encode(put.value).decode(), "lease": str(put.lease)}
         said = self._post("kv/txn", {
             "compare": compared,
-            "success": [{"request_put": plain}],
+            "success": [*({"request_delete_range": _span(*keys)} for keys in deleted), {"request_put": plain}],
             "failure": [{"request_range": {"key": _coded(key)}} for key in otherwise],
         })  # fmt: skip
         answers = (answer.get("response_range", {}) for answer in said.get("responses", ()))

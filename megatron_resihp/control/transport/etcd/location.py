@@ -68,6 +68,11 @@ class Location:
         """The key of a piece of an entry that is too large for one key."""
         return f"{self.run}/pieces/{number:09}/{index:05}"
 
+    def before(self, number: int) -> tuple[tuple[str, str], ...]:
+        """All keys of earlier entries than this one, as of `entries`."""
+        pieces = f"{self.run}/pieces/"
+        return (self.entries[0], self.entry(number)), (pieces, f"{pieces}{number:09}")
+
     @property
     def entries(self) -> tuple[str, str]:
         """The first key that an entry may have, and one greater than all."""
