@@ -13,6 +13,7 @@ from typing import Any
 import model_checks as checks
 import model_worker as does
 from model_coordinator import TAKES_OVER, CheckedCoordinator, Reaction, TakesOver
+from model_fence import may_decide_when_deposed
 from model_values import FINAL, GONE, Faults, Frozen, Mode, Published, Scope, Seat, Violation, Worker
 
 from megatron_resihp.control.coordination.actions import Phase
@@ -59,6 +60,7 @@ class ModelJob:
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
         self.coordinator = CheckedCoordinator(scope)
+        self._deposed_decides = bool(scope.deposed) and may_decide_when_deposed()
         self._published = Numbers[Published]()
         self._faults = Numbers[Faults]()
         self._seats = Numbers[Seat]()
@@ -296,7 +298,10 @@ class ModelJob:
                 failed = self._do(job, index, "suspect", does.suspect)
                 yield f"a connection of worker {worker.id} fails", self._spent(failed, "errors")
         if left.takeovers:
-            yield "another coordinator takes over", self._react(self._spent(job, "takeovers"), TAKES_OVER)
+            after = self._react(self._spent(job, "takeovers"), TAKES_OVER)
+            yield "another coordinator takes over", self._leaving(after, job[0]) if left.deposed else after
+        if left.deposed and (deposed := self._published.values[job[1]].deposed) is not None:
+            yield from self._heard_by_deposed(self._spent(job, "deposed"), seats, deposed)
         if left.late and waits:
             yield "a wait runs out early", self._react(self._spent(job, "late"), None)
         if left.saves:
@@ -304,6 +309,26 @@ class ModelJob:
                 "a checkpoint is asked for",
                 self._spent(self._put(job, 3, self._says(job[3], SaveRequest(0.0))), "saves"),
             )
+
+    def _heard_by_deposed(self, job: Job, seats: list[Seat], deposed: int) -> Iterator[Next]:
+        """What its senders tell the next coordinator, too. If that leads to anything, it has to write first."""
+        for seat in seats:
+            if not seat.words:
+                continue
+            reaction = self.coordinator.react(deposed, seat.words[0])
+            label = f"the coordinator before hears {type(seat.words[0].value).__name__} of worker {seat.worker.id}"
+            if not any(reaction[1:]):
+                yield label, self._leaving(job, reaction.after)
+            elif not self._deposed_decides:
+                yield f"{label}, and ends", self._leaving(job, None)
+            else:
+                after = self._react((deposed, *job[1:]), seat.words[0])
+                yield f"{label}, and decides", self._leaving((job[0], *after[1:]), reaction.after)
+
+    def _leaving(self, job: Job, deposed: int | None) -> Job:
+        """A coordinator in whose place another has come is in this state; None: it has found out."""
+        published = self._published.values[job[1]]._replace(deposed=deposed)
+        return (job[0], self._published.of(published), *job[2:])
 
     def _says(self, seat: int, message: SaveRequest | NodesDown) -> int:
         """The agent of the first worker passes something on."""

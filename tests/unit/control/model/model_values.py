@@ -155,10 +155,17 @@ class Seat(NamedTuple):
 
 
 class Published(NamedTuple):
-    """What the store has for all. `decisions`: by epoch; `begun`: epochs that Go was said for."""
+    """What the store has for all.
+
+    Attributes:
+        decisions: by epoch.
+        begun: epochs that Go was said for.
+        deposed: number of the state of a coordinator that goes on beside the one that has taken over.
+    """
 
     decisions: tuple[Frozen[Any], ...] = ()
     begun: frozenset[int] = frozenset()
+    deposed: int | None = None
 
     def decision(self, epoch: int) -> Decision | None:
         """What was decided for an epoch, if it was."""
@@ -183,6 +190,7 @@ class Scope:
         partitions: nodes that are lost without a word. Where there may be any, each worker has a node of its own.
         manager: the cluster's knows that lost nodes are down.
         takeovers: coordinators that are lost, each followed by another.
+        deposed: messages that a coordinator hears which was only stopped for a while, and has been followed.
     """
 
     workers: int
@@ -199,6 +207,7 @@ class Scope:
     partitions: int = 0
     manager: bool = False
     takeovers: int = 0
+    deposed: int = 0
 
 
 class Faults(NamedTuple):
@@ -214,3 +223,4 @@ class Faults(NamedTuple):
     saves: int
     partitions: int
     takeovers: int
+    deposed: int

@@ -19,6 +19,8 @@ from megatron_resihp.control.coordination.actions import Action, Phase
 from megatron_resihp.control.coordination.inbox import Inbox
 from megatron_resihp.control.coordination.record import resolve
 from megatron_resihp.control.coordination.state_machine import accounts, epochs, worker_messages
+from megatron_resihp.control.head.etcd_log import EtcdLog
+from megatron_resihp.control.transport.etcd.gateway import Put
 from megatron_resihp.protocol.messages import Ready
 from megatron_resihp.protocol.records import IterationPhase, Record
 
@@ -31,6 +33,7 @@ DAILY = {
     "a death, and a wait that runs out": Scope(3, iterations=1, deaths=1, late=1),
     "two nodes of three are lost": Scope(3, iterations=1, partitions=2),
     "a death, and another coordinator": Scope(2, deaths=1, takeovers=1),
+    "a death, and another coordinator beside the first": Scope(2, iterations=1, deaths=1, takeovers=1, deposed=2),
 }
 NIGHTLY = {
     "two deaths": Scope(3, deaths=2),
@@ -40,6 +43,7 @@ NIGHTLY = {
     "a death, and two nodes of three are lost": Scope(3, iterations=1, deaths=1, partitions=2),
     "a node of two is lost, and an error": Scope(2, partitions=1, errors=1),
     "two nodes of three are lost, and another coordinator comes": Scope(3, iterations=1, partitions=2, takeovers=1),
+    "a death, and another coordinator beside the first for longer": Scope(2, deaths=1, takeovers=1, deposed=3),
     "a death, one that comes back, and two coordinators more": Scope(2, deaths=1, joins=1, takeovers=2),
 }
 
@@ -124,6 +128,14 @@ def a_message_is_folded_twice(patch: Patch) -> None:
     patch.setattr(Inbox, "_is_new", lambda self, letter: True)
 
 
+def a_deposed_leaders_write_is_accepted(patch: Patch) -> None:
+    def make(self: Any, put: Put, entry: Put, number: int) -> bool:
+        self._gateway.transact({}, put)
+        return True
+
+    patch.setattr(EtcdLog, "_make", make)
+
+
 def the_slowest_decides(patch: Patch) -> None:
     def mutant(records: Any, *others: Any) -> Any:
         return resolve(sorted(records, key=lambda record: record.applied)[:1], *others)
@@ -148,6 +160,7 @@ def half_of_the_members_are_too_few(patch: Patch) -> None:
     (go_is_one_short, Scope(3, iterations=1, deaths=1)),
     (deaths_while_building_are_ignored, Scope(3, iterations=1, deaths=2)),
     (a_message_is_folded_twice, Scope(2, iterations=1, saves=1, resent=1)),
+    (a_deposed_leaders_write_is_accepted, Scope(2, iterations=1, deaths=1, takeovers=1, deposed=2)),
     (the_slowest_decides, Scope(2, iterations=1, interruptions=1)),
     (nobody_is_told_of_a_broken_epoch, Scope(3, iterations=1, deaths=1)),
     (whoever_is_left_goes_on, Scope(3, iterations=1, partitions=2)),
