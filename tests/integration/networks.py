@@ -6,8 +6,10 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 
 import pytest
+from slow_cable import SlowCable, complete_checksums
 
 needs_namespaces = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces are made by root, with `ip`"
@@ -24,6 +26,7 @@ class Network:
     def __init__(self, machines: int) -> None:
         self._switch = f"resihp-{os.getpid()}"
         self.names = [f"{self._switch}-{number}" for number in range(machines)]
+        self._slow: list[SlowCable] = []
         _ip("netns", "add", self._switch)
         _ip("-n", self._switch, "link", "add", "name", "switch", "type", "bridge")
         _ip("-n", self._switch, "link", "set", "dev", "switch", "up")
@@ -58,6 +61,35 @@ class Network:
         for source, target in ((one, other), (other, one)):
             self._find(source, self.address(target))
 
+    def separate_one_way(self, source: int, target: int) -> None:
+        """What this machine sends that one is lost without a word."""
+        self._lose(source, self.address(target))
+
+    def lose_some(self, machine: int, share: float) -> None:
+        """This share of the packets that it sends and gets is lost, by chance."""
+        for chain, device in (("OUTPUT", "-o"), ("INPUT", "-i")):
+            by_chance = ("-m", "statistic", "--mode", "random", "--probability", str(share))
+            rule = ("iptables", "-A", chain, device, "eth0", *by_chance, "-j", "DROP")
+            _ip("netns", "exec", self.names[machine], *rule)
+
+    def slow(self, machine: int, delay_s: float) -> None:
+        """What it sends and gets takes so long."""
+        port, near, far = f"port{machine}", f"near{machine}", f"far{machine}"
+        for name in self.names:
+            complete_checksums(name, "eth0")
+        _ip("-n", self._switch, "link", "set", "dev", port, "nomaster")
+        _ip("-n", self._switch, "link", "add", "name", near, "type", "veth", "peer", "name", far)
+        _ip("-n", self._switch, "link", "set", "dev", far, "master", "switch", "up")
+        _ip("-n", self._switch, "link", "set", "dev", near, "up")
+        self._slow.append(SlowCable(self._switch, port, near, delay_s))
+
+    def seconds_to_connect(self, source: int, target: int, port: int) -> float:
+        """How long a connection takes to be made."""
+        began_at = time.monotonic()
+        connect = f": < /dev/tcp/{self.address(target)}/{port}"
+        _ip("netns", "exec", self.names[source], "bash", "-c", connect)
+        return time.monotonic() - began_at
+
     def separate_from_this_machine(self, machine: int) -> None:
         """What it sends to processes outside is lost without a word."""
         self._lose(machine, THIS_MACHINE)
@@ -87,6 +119,8 @@ class Network:
             _ip("netns", "exec", self.names[machine], *rule)
 
     def close(self) -> None:
+        for cable in self._slow:
+            cable.close()
         for name in (self._switch, *self.names):
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 

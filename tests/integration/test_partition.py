@@ -34,7 +34,8 @@ def network() -> Iterator[Network]:
     network.close()
 
 
-def test_one_of_two_nodes_that_lose_each_other_is_left_out(network: Network, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ways", [2, pytest.param(1, marks=pytest.mark.nightly)])
+def test_one_of_two_nodes_that_lose_each_other_is_left_out(network: Network, tmp_path: Path, ways: int) -> None:
     """The job goes on with all others, and nobody comes in the place of who is left out."""
     (tmp_path / "run").mkdir()
     options = {
@@ -44,8 +45,8 @@ def test_one_of_two_nodes_that_lose_each_other_is_left_out(network: Network, tmp
     try:
         runs[0].await_event("epoch_started", epoch=0)
         pids = [runs[0].worker_pid(worker) for worker in range(6)]
-        network.separate(1, 2)
-        runs[0].ask("time_out_0")
+        network.separate(1, 2) if ways == 2 else network.separate_one_way(1, 2)
+        runs[0].ask("time_out_0_in_0")
         failed = runs[0].await_event("link_failed")
         assert failed["reason"] == "workers 2, 3 (node 1) and workers 4, 5 (node 2) can't reach each other"
         assert failed["left_out"] == [4, 5]
@@ -60,6 +61,60 @@ def test_one_of_two_nodes_that_lose_each_other_is_left_out(network: Network, tmp
     assert last.members == (0, 1, 2, 3) and not runs[0].events("worker_restarted")
     broken = [event["cause"] for event in runs[0].events("epoch_broken")]
     assert len(broken) == 2 and "can't be reached" in broken[1], "the second time as soon as it is tried"
+
+
+@pytest.mark.nightly
+def test_a_link_that_comes_and_goes_is_remembered(network: Network, tmp_path: Path) -> None:
+    """It is there again before the epoch is built, and fails in the next one. Its coming back then changes nothing."""
+    (tmp_path / "run").mkdir()
+    options = {"nodes": 3, "workers_per_node": 2, "coordinator": Address(network.address(0), 29500)}
+    runs = [Launched(tmp_path / "run", network=network.names[node], node=node, **options) for node in range(3)]
+    try:
+        runs[0].await_event("epoch_started", epoch=0)
+        network.separate(1, 2)
+        runs[0].ask("time_out_0_in_0")
+        decisions = tmp_path / "run" / "decisions.jsonl"
+        eventually("all are to go on together", lambda: decisions.read_text().count('"EpochPlan"') > 1, 60.0)
+        network.join(1, 2)
+        runs[0].await_event("epoch_started", epoch=1)
+        assert not runs[0].events("link_failed")
+        network.separate(1, 2)
+        runs[0].ask("time_out_0_in_1")
+        assert runs[0].await_event("link_failed")["left_out"] == [4, 5]
+        network.join(1, 2)
+        runs[0].await_event("recovery", dead=[4, 5])
+        runs[0].ask("finish")
+        assert [run.end() for run in runs] == [0, 0, 0], "\n".join(run.output() for run in runs)
+    finally:
+        for run in runs:
+            run.kill()
+    assert len(runs[0].events("epoch_broken")) == 2
+
+
+@pytest.mark.nightly
+@needs_iptables
+@pytest.mark.parametrize("fault", ["30 % of the packets are lost", "packets take 200 ms"])
+def test_a_job_bears_a_bad_link(network: Network, tmp_path: Path, fault: str) -> None:
+    """That of all that a node sends and gets. No other worker than the one that dies is given up."""
+    (tmp_path / "run").mkdir()
+    options = {
+        "nodes": 3, "workers_per_node": 2, "coordinator": Address(network.address(0), 29500),
+        "heartbeat_timeout_s": 30.0,
+    }  # fmt: skip
+    network.slow(1, 0.2) if "200 ms" in fault else network.lose_some(1, 0.3)
+    runs = [Launched(tmp_path / "run", network=network.names[node], node=node, **options) for node in range(3)]
+    try:
+        runs[0].await_event("epoch_started", epoch=0)
+        if "200 ms" in fault:
+            assert network.seconds_to_connect(1, 0, STORE_PORT) > 0.4, "there and back"
+        os.kill(runs[0].worker_pid(3), signal.SIGKILL)  # its agent tells of that
+        runs[0].await_event("recovery", dead=[3])
+        runs[0].ask("finish")
+        assert [run.end(60.0) for run in runs] == [0, 0, 0], "\n".join(run.output() for run in runs)
+    finally:
+        for run in runs:
+            run.kill()
+    assert [event["dead"] for event in runs[0].events("worker_dead")] == [3]
 
 
 def await_cut_off(*runs: Launched) -> None:

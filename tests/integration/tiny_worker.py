@@ -5,8 +5,8 @@ Run by test_launcher.py, which steers it with files in RUN_DIR: `finish` lets al
 worker 3 raise, `crash_3` end without a word, `deaf_3` ignore an order to stop, `hang_3` outlive SIGTERM. At the start
 `idle_3` makes it do nothing for now, `breed_3` start children, and `knock_3` connect to the port that the file holds;
 `dawdle_3` keeps it from getting ready for an epoch, `mute_3` from reporting when one has broken, and with
-`time_out_3` it takes it once that communication has failed. `slow_save_3` keeps it from ending an emergency save.
-`job` holds what is to be told of the job, and `events` what worker 0 tells when training begins.
+`time_out_3_in_0` it takes it in epoch 0 that communication has failed. `slow_save_3` keeps it from ending an emergency
+save. `job` holds what is to be told of the job, and `events` what worker 0 tells when training begins.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def train(control: WorkerControl, news: threading.Event) -> None:
                 if control.heard.to_save > saved:
                     saved = control.heard.to_save
                     print(f"save {saved}", flush=True)
-                if asked(f"time_out_{WORKER}") and control.epoch == 0:
+                if asked(f"time_out_{WORKER}_in_{control.epoch}"):
                     control.suspect(RuntimeError("gloo: Timed out waiting 600000ms for recv operation"), ANSWERED_S)
                 control.heard.check()
                 if control.heard.change.of_epoch(control.epoch) is not None:
