@@ -8,7 +8,6 @@ import argparse
 import functools
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from megatron_resihp.cost.profile import ProfileError, load_profile
 from megatron_resihp.integration.patches.context import check_sharing, size_of_replica
 from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
 from megatron_resihp.integration.patches.identity import identity_of
+from megatron_resihp.integration.patches.model_configuration import check_model, refusal
 from megatron_resihp.integration.streams.seeds import draws
 from megatron_resihp.integration.support import refusals
 from megatron_resihp.integration.support.batches import batch_of
@@ -143,7 +143,8 @@ def examine(validate: Callable[..., Any], args: argparse.Namespace, defaults: di
             validated = _megatron_validates(validate, args, defaults)
             _take_batch_of_schedule(validated)
             lines += _raised(lambda: _check_saves(validated))
-            lines += _raised(lambda: _check_batches(validated))
+            misfits = _raised(lambda: _check_batches(validated))
+            lines += misfits or _raised(lambda: check_model(validated))
             lines += _raised(lambda: _check_instances(validated))
         except ConfigError as error:
             lines.append(str(error))
@@ -167,8 +168,7 @@ def _megatron_validates(original: Callable[..., Any], args: argparse.Namespace, 
     try:
         return original(args, defaults)
     except (AssertionError, ValueError, RuntimeError) as error:
-        rule = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
-        raise ConfigError(f"Megatron refuses these flags: {rule}; change what it names") from error
+        raise refusal(error) from error
 
 
 def _take_batch_of_schedule(args: argparse.Namespace) -> None:

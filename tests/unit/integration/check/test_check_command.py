@@ -123,6 +123,35 @@ def test_what_megatrons_validation_fails_at(look: Look) -> None:
     assert refusal.startswith("Megatron refuses these flags: ")
 
 
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        (
+            "--num-attention-heads 12 --kv-channels 64 --tensor-model-parallel-size 8",
+            "num_attention_heads (12)",
+        ),
+        ("--num-query-groups 3", "num_query_groups (3) must be a multiple or divisor"),
+    ],
+)
+def test_a_model_that_no_worker_could_configure(look: Look, words: str, rule: str) -> None:
+    (refusal,) = look(words).as_json()["refusals"]
+    assert refusal["reason"].startswith("Megatron refuses these flags: ") and rule in refusal["reason"]
+    assert refusal["fix"] == "change what it names"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--moe-permute-fusion --num-experts 8 --moe-router-topk 2",
+        "--fp8-format hybrid --fp8-recipe tensorwise --num-experts 8",
+        "--te-precision-config-file /far/away.yaml",
+    ],
+)
+def test_what_only_a_login_node_lacks_keeps_no_job_out(look: Look, words: str) -> None:
+    """Megatron looks for kernels, and for files, as it configures a model."""
+    assert not any("Megatron refuses" in line for line in look(words).refusals)
+
+
 def test_a_flag_on_which_megatrons_validation_ends_the_script(look: Look) -> None:
     (refusal,) = look("--checkpoint-activations").refusals
     assert refusal.startswith("--checkpoint-activations ")
