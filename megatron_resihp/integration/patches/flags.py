@@ -23,17 +23,16 @@ from megatron_resihp.control.node.environment import MAX_RESTARTS, SLOTS, give_b
 from megatron_resihp.control.replanning.change import ChangeRefused, plan_of
 from megatron_resihp.control.worker.identity import Identity
 from megatron_resihp.cost.profile import ProfileError, load_profile
-from megatron_resihp.integration.patches.context import check_sharing, size_of_replica
+from megatron_resihp.integration.patches.context import check_sharing
 from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
 from megatron_resihp.integration.patches.identity import identity_of
 from megatron_resihp.integration.patches.model_configuration import check_model, refusal
+from megatron_resihp.integration.patches.sizes import check_batches, check_instances, check_pipeline, check_sizes
 from megatron_resihp.integration.streams.seeds import draws
 from megatron_resihp.integration.support import refusals
 from megatron_resihp.integration.support.batches import batch_of
-from megatron_resihp.integration.world.own_layers import own_chunks
 from megatron_resihp.plan import PlanError
 from megatron_resihp.plan.files import read_plan
-from megatron_resihp.plan.microbatches import can_be_grouped
 
 SwitchOn = Callable[[ResihpConfig, DerivedArguments, Callable[[], Identity]], None]
 """Called with our flags, what Megatron derives for other degrees, and what finds out with what this one was started."""
@@ -135,7 +134,7 @@ def examine(validate: Callable[..., Any], args: argparse.Namespace, defaults: di
         *_raised(lambda: check_sharing(config, args)),
     ]
     # What Megatron itself asserts first, in other words.
-    misfits = _raised(lambda: _check_sizes(args))
+    misfits = _raised(lambda: check_sizes(args))
     lines += misfits
     validated = None
     if not misfits:
@@ -143,9 +142,10 @@ def examine(validate: Callable[..., Any], args: argparse.Namespace, defaults: di
             validated = _megatron_validates(validate, args, defaults)
             _take_batch_of_schedule(validated)
             lines += _raised(lambda: _check_saves(validated))
-            misfits = _raised(lambda: _check_batches(validated))
-            lines += misfits or _raised(lambda: check_model(validated))
-            lines += _raised(lambda: _check_instances(validated))
+            lines += _raised(lambda: check_instances(validated))
+            # What Megatron's configuration of the model asserts first, in other words.
+            lines += _raised(lambda: check_pipeline(validated)) or _raised(lambda: check_model(validated))
+            lines += _raised(lambda: check_batches(validated))
         except ConfigError as error:
             lines.append(str(error))
         except (Exception, SystemExit):
@@ -252,36 +252,6 @@ def _check_saves(args: argparse.Namespace) -> None:
         raise ConfigError(f"--async-save needs a package that is not installed, {needed}; {mend}") from None
 
 
-def _check_sizes(args: argparse.Namespace) -> None:
-    """Sizes that no plan fits, said before Megatron's own assertion says it on every worker."""
-    size = size_of_replica(args)
-    if args.world_size % size:
-        sizes = "TP x PP" if args.context_parallel_size == 1 else "TP x CP x PP"
-        raise ConfigError(
-            f"{args.world_size} workers are not a multiple of {sizes} = {size}, so no plan exists; "
-            f"start {max(args.world_size // size, 1) * size} or change the parallel sizes"
-        )
-    replicas = args.world_size // size
-    per_step = args.micro_batch_size * replicas if args.micro_batch_size else None
-    flag, batch = _batch(args)
-    if per_step and batch and batch < per_step:
-        raise ConfigError(
-            f"{flag} {batch} gives {replicas} replicas less than one micro-batch each; give {per_step} or a multiple"
-        )
-    if per_step and batch and batch % per_step:
-        raise ConfigError(
-            f"{flag} {batch} is not a multiple of micro-batch size x replicas = "
-            f"{per_step}, so no plan exists at the start; change one of them"
-        )
-
-
-def _batch(args: argparse.Namespace) -> tuple[str, int | None]:
-    """The global batch before Megatron's validation, and what gives it."""
-    if args.step_batch_size_schedule is None:
-        return "--global-batch-size", args.global_batch_size
-    return "the batch of --step-batch-size-schedule,", batch_of(vars(args))
-
-
 def data_problems(args: argparse.Namespace) -> list[str]:
     """A line for each flag whose data sets are not there; it may hold weights between the prefixes."""
     lines = []
@@ -293,17 +263,6 @@ def data_problems(args: argparse.Namespace) -> list[str]:
             mend = "give prefixes of .bin and .idx files, which Megatron's tools/preprocess_data.py makes"
             lines.append(f"--{name.replace('_', '-')} {lacking[0]}: {lacking[0]}.idx does not exist{more}; {mend}")
     return lines
-
-
-def _check_instances(args: argparse.Namespace) -> None:
-    """Parts of a distributed optimizer have copies in other replicas of their instance."""
-    replicas = args.world_size // size_of_replica(args)
-    instances = args.num_distributed_optimizer_instances
-    if 1 < replicas <= instances:
-        raise ConfigError(
-            f"--num-distributed-optimizer-instances {instances} leaves each of {replicas} replicas all of the "
-            "optimizer's state; leave it and --use-distributed-optimizer out"
-        )
 
 
 def _is_number(text: str) -> bool:
@@ -318,21 +277,6 @@ def _check_evaluation(args: argparse.Namespace) -> None:
     """Megatron counts evaluations before it looks whether there are any."""
     if args.eval_interval is None and not args.skip_train and not args.full_validation:
         raise ConfigError("--eval-interval is missing; give it, with --eval-iters 0 for no evaluation")
-
-
-def _check_batches(args: argparse.Namespace) -> None:
-    replicas = args.world_size // size_of_replica(args)
-    evaluated = args.eval_global_batch_size
-    if evaluated // args.micro_batch_size < replicas:
-        flag = f"--eval-global-batch-size {evaluated}"
-        raise ConfigError(f"{flag} gives {replicas} replicas less than one micro-batch each; raise it")
-    if args.virtual_pipeline_model_parallel_size is not None:
-        _check_interleaving(args, replicas)
-    if args.overlap_p2p_comm_warmup_flush and not args.overlap_p2p_comm:
-        raise ConfigError(
-            "--overlap-p2p-communication-warmup-flush needs an interleaved pipeline whose communication overlaps; "
-            "leave it out"
-        )
 
 
 def _check_logs(args: argparse.Namespace) -> None:
@@ -354,28 +298,6 @@ def _check_streams(config: ResihpConfig, args: argparse.Namespace) -> None:
     if own and args.te_rng_tracker and (args.recompute_activations or args.recompute_granularity == "selective"):
         mend = "leave it out, recompute whole layers, or set dropout to 0"
         raise ConfigError(f"--te-rng-tracker has other masks in parts of a layer that are recomputed; {mend}")
-
-
-def _check_interleaving(args: argparse.Namespace, replicas: int) -> None:
-    """What Megatron's schedule would raise on every worker in the first iteration, and chunks that hold nothing."""
-    shares = {f"--global-batch-size {args.global_batch_size}": args.global_batch_size // args.micro_batch_size}
-    if args.eval_iters:
-        evaluated, size = args.eval_global_batch_size, args.eval_micro_batch_size or args.micro_batch_size
-        shares[f"--eval-global-batch-size {evaluated}"] = evaluated // size
-    stages = args.pipeline_model_parallel_size
-    wanted = args.microbatch_group_size_per_vp_stage or stages
-    for flag, micro_batches in shares.items():
-        share = micro_batches // replicas
-        if not can_be_grouped(stages, share, wanted):
-            raise ConfigError(
-                f"{flag} gives each replica {share} micro-batches, and an interleaved pipeline of {stages} stages "
-                f"can't run these in groups of {wanted}; give a multiple of {wanted} for each replica"
-            )
-    empty = next((number for number, chunk in enumerate(own_chunks(args)) if chunk.end == chunk.first), None)
-    if empty is not None:
-        raise ConfigError(
-            f"chunk {empty} of the interleaved pipeline has no layers, which is not supported; give it some"
-        )
 
 
 def fail(*texts: str) -> NoReturn:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from megatron_resihp.plan import Chunk, Coordinate, Shard, chunks_of_layout
+from megatron_resihp.plan import Chunk, Coordinate, PlanError, Shard, chunks_of_layout
 from megatron_resihp.plan.layers import chunks_from, interleaves
 from megatron_resihp.plan.replica import shards_at
 from megatron_resihp.plan.spelling import coordinate_at
@@ -28,16 +28,25 @@ def own_chunks(args: Any) -> tuple[Chunk, ...]:
     ends = bool(args.account_for_embedding_in_pipeline_split), bool(args.account_for_loss_in_pipeline_split)
     rest = args.num_layers + sum(ends) - (first or 0) - (last or 0)
     stages_left = stages - (first is not None) - (last is not None)
-    of_stage = [rest // stages_left if stages_left else 0] * stages
+    of_stage = [_even(rest, stages_left)] * stages
     if first is not None:
         of_stage[0] = first
-    if last is not None and stages > 1:
+    if last is not None:
         of_stage[-1] = last
     turns = args.virtual_pipeline_model_parallel_size or 1
+    if any(layers % turns for layers in of_stage):
+        raise PlanError(f"stages of {', '.join(map(str, of_stage))} layers can't be divided into {turns} chunks each")
     counts = [layers // turns for layers in of_stage] * turns
     counts[0] += 1 - ends[0]
     counts[-1] += 1 - ends[1]
     return chunks_from(counts, stages)
+
+
+def _even(layers: int, stages: int) -> int:
+    """How many layers each of the stages has whose number is not given; PlanError: they don't divide."""
+    if min(layers, stages) < 0 or bool(layers) != bool(stages) or (stages and layers % stages):
+        raise PlanError(f"{layers} layers are left for {stages} stages, which can't have the same number each")
+    return layers // stages if stages else 0
 
 
 @dataclass(frozen=True)

@@ -139,6 +139,13 @@ def test_a_model_that_no_worker_could_configure(look: Look, words: str, rule: st
     assert refusal["fix"] == "change what it names"
 
 
+def test_layers_that_are_left_over(look: Look) -> None:
+    stages = "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers"
+    assert look(f"{stages} 5").let_in
+    (refusal,) = look(f"{stages} 6 --decoder-last-pipeline-num-layers 5").refusals
+    assert refusal.startswith("the pipeline can't be built: 21 layers are left for 2 stages, ")
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -7,11 +7,12 @@ from argparse import Namespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("megatron.core")
 
 from megatron_resihp.integration.world.own_layers import own_chunks, own_layout
-from megatron_resihp.plan import Chunk, Coordinate, Shard
+from megatron_resihp.plan import Chunk, Coordinate, PlanError, Shard
 
 
 def arguments(**changed: Any) -> Namespace:
@@ -71,6 +72,40 @@ def test_stages_have_the_layers_that_megatron_builds(changed: dict[str, Any]) ->
     assert [chunk.end - chunk.first for chunk in chunks] == expected
     assert [chunk.first for chunk in chunks[1:]] == first[1:]
     assert [chunk.stage for chunk in chunks] == [stage for stage, _ in places]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"decoder_first_pipeline_num_layers": 3},
+        {"decoder_first_pipeline_num_layers": 2, "decoder_last_pipeline_num_layers": 3},
+        {"decoder_first_pipeline_num_layers": 9},
+        {"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 3,
+         "decoder_last_pipeline_num_layers": 3},
+        {"decoder_first_pipeline_num_layers": 4, "decoder_last_pipeline_num_layers": 4},
+        {"decoder_first_pipeline_num_layers": 5, "virtual_pipeline_model_parallel_size": 2},
+    ],
+)  # fmt: skip
+def test_layers_that_do_not_divide_as_megatron_divides_them(changed: dict[str, Any]) -> None:
+    """Megatron refuses all of these, too."""
+    from megatron.core.transformer import TransformerConfig
+
+    args = arguments(**changed)
+    with pytest.raises(ValueError, match="layers"):
+        TransformerConfig(
+            num_layers=args.num_layers, hidden_size=8, num_attention_heads=2, pipeline_dtype=torch.float32,
+            pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+            num_layers_in_first_pipeline_stage=args.decoder_first_pipeline_num_layers,
+            num_layers_in_last_pipeline_stage=args.decoder_last_pipeline_num_layers,
+        )  # fmt: skip
+    with pytest.raises(PlanError, match="layers"):
+        own_chunks(args)
+
+
+def test_one_stage_whose_layers_are_those_of_the_last() -> None:
+    args = arguments(pipeline_model_parallel_size=1, decoder_last_pipeline_num_layers=8)
+    assert own_chunks(args) == (Chunk(0, 0, 10),)
 
 
 def test_a_layout_is_taken_as_it_is() -> None:

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a job's numbers of workers, layers and samples fit together. Imports `plan` and this package's pure modules.
+
+What Megatron would assert on every worker is said here in one line. Each check raises a ConfigError.
+"""
+
+import argparse
+
+from megatron_resihp.config import ConfigError
+from megatron_resihp.integration.patches.context import size_of_replica
+from megatron_resihp.integration.support.batches import batch_of
+from megatron_resihp.integration.world.own_layers import own_chunks
+from megatron_resihp.plan import PlanError
+from megatron_resihp.plan.microbatches import can_be_grouped
+
+
+def check_sizes(args: argparse.Namespace) -> None:
+    """Sizes that no plan fits, said before Megatron's own assertion says it on every worker."""
+    size = size_of_replica(args)
+    if args.world_size % size:
+        sizes = "TP x PP" if args.context_parallel_size == 1 else "TP x CP x PP"
+        raise ConfigError(
+            f"{args.world_size} workers are not a multiple of {sizes} = {size}, so no plan exists; "
+            f"start {max(args.world_size // size, 1) * size} or change the parallel sizes"
+        )
+    replicas = args.world_size // size
+    per_step = args.micro_batch_size * replicas if args.micro_batch_size else None
+    flag, batch = _batch(args)
+    if per_step and batch and batch < per_step:
+        raise ConfigError(
+            f"{flag} {batch} gives {replicas} replicas less than one micro-batch each; give {per_step} or a multiple"
+        )
+    if per_step and batch and batch % per_step:
+        raise ConfigError(
+            f"{flag} {batch} is not a multiple of micro-batch size x replicas = "
+            f"{per_step}, so no plan exists at the start; change one of them"
+        )
+
+
+def _batch(args: argparse.Namespace) -> tuple[str, int | None]:
+    """The global batch before Megatron's validation, and what gives it."""
+    if args.step_batch_size_schedule is None:
+        return "--global-batch-size", args.global_batch_size
+    return "the batch of --step-batch-size-schedule,", batch_of(vars(args))
+
+
+def check_pipeline(args: argparse.Namespace) -> None:
+    """Of validated arguments: whether each stage, and each chunk of an interleaved pipeline, has its layers."""
+    try:
+        chunks = own_chunks(args)
+    except PlanError as error:
+        mend = "change --num-layers, or how many layers stages have"
+        raise ConfigError(f"the pipeline can't be built: {error}; {mend}") from error
+    empty = next((number for number, chunk in enumerate(chunks) if chunk.end == chunk.first), None)
+    if empty is not None and args.virtual_pipeline_model_parallel_size is not None:
+        raise ConfigError(
+            f"chunk {empty} of the interleaved pipeline has no layers, which is not supported; give it some"
+        )
+    if args.overlap_p2p_comm_warmup_flush and not args.overlap_p2p_comm:
+        raise ConfigError(
+            "--overlap-p2p-communication-warmup-flush needs an interleaved pipeline whose communication overlaps; "
+            "leave it out"
+        )
+
+
+def check_instances(args: argparse.Namespace) -> None:
+    """Parts of a distributed optimizer have copies in other replicas of their instance."""
+    replicas = args.world_size // size_of_replica(args)
+    instances = args.num_distributed_optimizer_instances
+    if 1 < replicas <= instances:
+        raise ConfigError(
+            f"--num-distributed-optimizer-instances {instances} leaves each of {replicas} replicas all of the "
+            "optimizer's state; leave it and --use-distributed-optimizer out"
+        )
+
+
+def check_batches(args: argparse.Namespace) -> None:
+    """Of validated arguments: whether each replica gets micro-batches that its pipeline can run."""
+    replicas = args.world_size // size_of_replica(args)
+    evaluated = args.eval_global_batch_size
+    if evaluated // args.micro_batch_size < replicas:
+        flag = f"--eval-global-batch-size {evaluated}"
+        raise ConfigError(f"{flag} gives {replicas} replicas less than one micro-batch each; raise it")
+    if args.virtual_pipeline_model_parallel_size is not None:
+        _check_interleaving(args, replicas)
+
+
+def _check_interleaving(args: argparse.Namespace, replicas: int) -> None:
+    """What Megatron's schedule would raise on every worker in the first iteration."""
+    shares = {f"--global-batch-size {args.global_batch_size}": args.global_batch_size // args.micro_batch_size}
+    if args.eval_iters:
+        evaluated, size = args.eval_global_batch_size, args.eval_micro_batch_size or args.micro_batch_size
+        shares[f"--eval-global-batch-size {evaluated}"] = evaluated // size
+    stages = args.pipeline_model_parallel_size
+    wanted = args.microbatch_group_size_per_vp_stage or stages
+    for flag, micro_batches in shares.items():
+        share = micro_batches // replicas
+        if not can_be_grouped(stages, share, wanted):
+            raise ConfigError(
+                f"{flag} gives each replica {share} micro-batches, and an interleaved pipeline of {stages} stages "
+                f"can't run these in groups of {wanted}; give a multiple of {wanted} for each replica"
+            )
