@@ -5,7 +5,9 @@ Replaces add_megatron_arguments and validate_args in megatron.training.arguments
 """
 
 import argparse
+import contextlib
 import functools
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -27,7 +29,13 @@ from megatron_resihp.integration.patches.context import check_sharing
 from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
 from megatron_resihp.integration.patches.identity import identity_of
 from megatron_resihp.integration.patches.model_configuration import check_model, refusal
-from megatron_resihp.integration.patches.sizes import check_batches, check_instances, check_pipeline, check_sizes
+from megatron_resihp.integration.patches.sizes import (
+    check_batches,
+    check_instances,
+    check_pipeline,
+    check_sizes,
+    with_fitting_sizes,
+)
 from megatron_resihp.integration.streams.seeds import draws
 from megatron_resihp.integration.support import refusals
 from megatron_resihp.integration.support.batches import batch_of
@@ -137,22 +145,35 @@ def examine(validate: Callable[..., Any], args: argparse.Namespace, defaults: di
     misfits = _raised(lambda: check_sizes(args))
     lines += misfits
     validated = None
-    if not misfits:
-        try:
+    try:
+        if misfits:
+            lines += _of_other_flags(validate, with_fitting_sizes(args), defaults)
+        else:
             validated = _megatron_validates(validate, args, defaults)
             _take_batch_of_schedule(validated)
-            lines += _raised(lambda: _check_saves(validated))
+            lines += _of_validated(validated)
             lines += _raised(lambda: check_instances(validated))
-            # What Megatron's configuration of the model asserts first, in other words.
-            lines += _raised(lambda: check_pipeline(validated)) or _raised(lambda: check_model(validated))
             lines += _raised(lambda: check_batches(validated))
-        except ConfigError as error:
-            lines.append(str(error))
-        except (Exception, SystemExit):
-            # What we refuse may be why; at a flag that it has given up, Megatron exits.
-            if not lines:
-                raise
+    except ConfigError as error:
+        lines.append(str(error))
+    except (Exception, SystemExit):
+        # What we refuse may be why; at a flag that it has given up, Megatron exits.
+        if not lines:
+            raise
     return Examined(config, tuple(lines), validated)
+
+
+def _of_other_flags(validate: Callable[..., Any], fitting: argparse.Namespace, defaults: dict[str, Any]) -> list[str]:
+    """What would keep the job out if its sizes fitted. What Megatron prints of those is none of the job's."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        return _of_validated(_megatron_validates(validate, fitting, defaults))
+
+
+def _of_validated(args: argparse.Namespace) -> list[str]:
+    """What keeps a job out, however many workers it has."""
+    # Megatron's configuration of the model asserts what the pipeline needs, too, in other words.
+    pipeline = _raised(lambda: check_pipeline(args))
+    return [*_raised(lambda: _check_saves(args)), *(pipeline or _raised(lambda: check_model(args)))]
 
 
 def _raised(check: Callable[[], None]) -> list[str]:

@@ -5,6 +5,8 @@ What Megatron would assert on every worker is said here in one line. Each check 
 """
 
 import argparse
+import copy
+import math
 
 from megatron_resihp.config import ConfigError
 from megatron_resihp.integration.patches.context import size_of_replica
@@ -35,6 +37,18 @@ def check_sizes(args: argparse.Namespace) -> None:
             f"{flag} {batch} is not a multiple of micro-batch size x replicas = "
             f"{per_step}, so no plan exists at the start; change one of them"
         )
+
+
+def with_fitting_sizes(args: argparse.Namespace) -> argparse.Namespace:
+    """The same flags for as many workers, and samples in a batch, as fit: to find what else is wrong with them."""
+    fitting = copy.deepcopy(args)
+    replica = size_of_replica(args)
+    members = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    sharers = members * args.expert_model_parallel_size * args.pipeline_model_parallel_size
+    fitting.world_size = math.lcm(replica, sharers) * args.num_distributed_optimizer_instances
+    fitting.global_batch_size = (args.micro_batch_size or 1) * (fitting.world_size // replica)
+    fitting.eval_global_batch_size = fitting.step_batch_size_schedule = fitting.rampup_batch_size = None
+    return fitting
 
 
 def _batch(args: argparse.Namespace) -> tuple[str, int | None]:

@@ -185,6 +185,15 @@ def test_sizes_that_do_not_fit(look: Look) -> None:
     )
 
 
+@pytest.mark.parametrize("sizes", ["--tensor-model-parallel-size 3", "--global-batch-size 127"])
+def test_sizes_that_do_not_fit_hide_nothing(look: Look, sizes: str) -> None:
+    """Neither what Megatron asserts nor what we do, and nothing is said of sizes that nobody gave."""
+    _, *others = look(f"{sizes} --num-attention-heads 12 --kv-channels 128 --num-query-groups 5").refusals
+    assert len(others) == 1 and "num_query_groups (5)" in others[0]
+    _, *others = look(f"{sizes} --max-position-embeddings 64 --eval-global-batch-size 100").refusals
+    assert len(others) == 1 and "max_position_embeddings" in others[0]
+
+
 def test_the_environment_of_a_launch_script(look: Look) -> None:
     found = look(environment={"NCCL_ASYNC_ERROR_HANDLING": "1", "NCCL_CUMEM_ENABLE": "0", "CUDA_LAUNCH_BLOCKING": "1"})
     overruled, *harmful = found.environment
