@@ -36,6 +36,10 @@ class LaunchError(Exception):
     """The user has to mend something; the message is "cause; mend"."""
 
 
+class NoDeviceError(LaunchError):
+    """A node has as many workers as GPUs, and this machine shows none."""
+
+
 @dataclass(frozen=True)
 class LaunchOptions:
     """What a job is launched with. Times are in seconds.
@@ -234,7 +238,12 @@ def control_of(namespace: argparse.Namespace, environment: Mapping[str, str] = o
 
 
 def workers_of(text: str, count: Callable[[str], int]) -> int:
-    """How many workers a node has: a number, or one of torchrun's words; LaunchError if it can't be read."""
+    """How many workers a node has: a number, or one of torchrun's words.
+
+    Raises:
+        NoDeviceError: it is a word for GPUs, of which there are none.
+        LaunchError: it can't be read.
+    """
     if text not in ("gpu", "cpu", "auto"):
         try:
             return int(text)
@@ -242,7 +251,7 @@ def workers_of(text: str, count: Callable[[str], int]) -> int:
             raise LaunchError(f"--nproc-per-node {text} is not a number; give one, or gpu, cpu or auto") from None
     found = count(text)
     if found < 1:
-        raise LaunchError(f"--nproc-per-node {text}: this machine shows no GPU; give how many workers each node has")
+        raise NoDeviceError(f"--nproc-per-node {text}: this machine shows no GPU; give how many workers each node has")
     return found
 
 

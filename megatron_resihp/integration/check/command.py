@@ -12,14 +12,14 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from megatron_resihp.control import exit_codes
 from megatron_resihp.control.commands import launch_options
-from megatron_resihp.control.commands.launch_options import LaunchError, LaunchOptions
+from megatron_resihp.control.commands.launch_options import LaunchError, LaunchOptions, NoDeviceError
 from megatron_resihp.control.node.environment import overruled, warnings_of
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.extras import missing
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(namespace: argparse.Namespace) -> int:
     """Say what is found; the exit code is 0 if the job would be let in, and otherwise 2."""
     try:
-        options = _asked(namespace)
+        options, uncounted = _asked(namespace)
         script = _script(options)
     except LaunchError as error:
         print(f"resihp: {error}", file=sys.stderr)
@@ -76,17 +76,29 @@ def run(namespace: argparse.Namespace) -> int:
         from megatron_resihp import cpu
 
         cpu.install(force=True)
-        found = look(options, script, namespace.memory_gib)
+        found = look(options, script, namespace.memory_gib, uncounted=uncounted)
     print(json.dumps(found.as_json(), indent=2) if namespace.json else "\n".join(found.lines()))
     return exit_codes.FINISHED if found.let_in else exit_codes.REFUSED
 
 
-def _asked(namespace: argparse.Namespace) -> LaunchOptions:
-    """What is asked about; where nodes meet is of no matter yet."""
-    options = launch_options.options_of(namespace, is_here=lambda host: True)
+def _asked(namespace: argparse.Namespace) -> tuple[LaunchOptions, str | None]:
+    """What is asked about, where nodes meet being of no matter yet; and why it isn't known how many workers there are.
+    Then the options have a number that stands for it."""
+
+    def count(word: str) -> int:
+        # torchrun's auto falls back on CPUs, of which a login node has its own number.
+        return launch_options.devices("gpu" if word == "auto" and not namespace.stand_in else word)
+
+    uncounted = None
+    try:
+        options = launch_options.options_of(namespace, count_devices=count, is_here=lambda host: True)
+    except NoDeviceError as error:
+        uncounted = str(error)
+        enough = max(namespace.min_workers, 1)
+        options = launch_options.options_of(namespace, count_devices=lambda word: enough, is_here=lambda host: True)
     coordinator, run_dir = options.coordinator or Address("node0", 1), options.run_dir or options.runs
     launch_options.check(replace(options, coordinator=coordinator, run_dir=run_dir))
-    return options
+    return options, uncounted
 
 
 def _script(options: LaunchOptions) -> Path:
@@ -100,7 +112,11 @@ def _script(options: LaunchOptions) -> Path:
 
 
 def look(
-    options: LaunchOptions, script: Path, memory_gib: float | None, environment: Mapping[str, str] = os.environ
+    options: LaunchOptions,
+    script: Path,
+    memory_gib: float | None,
+    environment: Mapping[str, str] = os.environ,
+    uncounted: str | None = None,
 ) -> Findings:
     """Everything that there is to say of a job. The stand-in is in place.
 
@@ -109,6 +125,7 @@ def look(
         script: its text.
         memory_gib: of each device; None: unknown.
         environment: of the launcher.
+        uncounted: why it isn't known how many workers there are; None: it is.
     """
     from megatron_resihp.integration.check.command_line import read_command_line
     from megatron_resihp.integration.check.findings import Findings
@@ -116,22 +133,35 @@ def look(
     from megatron_resihp.integration.enable import version_problem
 
     size = options.size
-    job = f"{options.module or options.command[0]}, {size.workers} workers ({size})"
+    workers = f"{size.workers} workers ({size})" if uncounted is None else "an unknown number of workers"
+    job = f"{options.module or options.command[0]}, {workers}"
     if problem := version_problem():
         stock = "to see what is said of the flags, give them to pretrain_gpt.py of a supported Megatron-LM"
         return Findings(job, refusals=(problem,), notes=(stock,))
     text = read_script(script, [Path(each) for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each])
-    line = read_command_line(options.arguments, size.workers, text.defaults)
+    line = read_command_line(options.arguments, size.workers if uncounted is None else None, text.defaults)
     outlook, assumed = _outlook(line, options, memory_gib)
     return Findings(
         job=job,
-        refusals=(*line.refusals, *(line.examined.refusals if line.examined is not None else ())),
+        refusals=(
+            *([uncounted] if uncounted else []),
+            *line.refusals,
+            *(line.examined.refusals if line.examined is not None else ()),
+        ),
         environment=(*overruled(environment), *warnings_of(environment)),
         without_overlap=tuple(_without_overlap(line)),
         unknown=tuple(_unknown(line, text)),
         notes=(*_notes(line, options, environment), *assumed),
         outlook=outlook,
     )
+
+
+def _refusals(line: CommandLine, uncounted: str | None) -> Iterator[str]:
+    if uncounted is not None:
+        yield uncounted
+    yield from line.refusals
+    if line.examined is not None:
+        yield from line.examined.refusals
 
 
 def _outlook(

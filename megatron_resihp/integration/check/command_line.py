@@ -46,12 +46,12 @@ class CommandLine:
     unfinished: str | None = None
 
 
-def read_command_line(words: Sequence[str], workers: int, defaults: Mapping[str, Any]) -> CommandLine:
+def read_command_line(words: Sequence[str], workers: int | None, defaults: Mapping[str, Any]) -> CommandLine:
     """Parse and validate a script's arguments.
 
     Args:
         words: what follows the script.
-        workers: of the job.
+        workers: of the job; None: how many is not known, and sizes are not checked.
         defaults: the script's own, see `script`.
     """
     if reads_yaml(words):
@@ -66,8 +66,9 @@ def read_command_line(words: Sequence[str], workers: int, defaults: Mapping[str,
             readable, unknown, refusals = _readable(words)
             if readable is None:
                 return CommandLine(None, None, (), tuple(refusals))
-            with _as_worker_0(readable, workers):
+            with _as_worker_0(readable, workers or 1):
                 args = arguments.parse_args(ignore_unknown_args=True)
+                args.world_size = workers
                 given = argparse.Namespace(**vars(args))
                 examined, unfinished = _examined(args, dict(defaults))
     except SystemExit:

@@ -129,7 +129,7 @@ def examine(validate: Callable[..., Any], args: argparse.Namespace, defaults: di
 
     Args:
         validate: Megatron's own validation, which completes `args`.
-        args: as parsed.
+        args: as parsed; `world_size` is None where it is not known how many workers there will be.
         defaults: of the script, as validate_args takes them.
     """
     config = ResihpConfig.from_namespace(args)
@@ -142,11 +142,12 @@ def examine(validate: Callable[..., Any], args: argparse.Namespace, defaults: di
         *_raised(lambda: check_sharing(config, args)),
     ]
     # What Megatron itself asserts first, in other words.
-    misfits = _raised(lambda: check_sizes(args))
+    is_known = args.world_size is not None
+    misfits = _raised(lambda: check_sizes(args)) if is_known else []
     lines += misfits
     validated = None
     try:
-        if misfits:
+        if misfits or not is_known:
             lines += _of_other_flags(validate, with_fitting_sizes(args), defaults)
         else:
             validated = _megatron_validates(validate, args, defaults)
@@ -198,10 +199,11 @@ def _take_batch_of_schedule(args: argparse.Namespace) -> None:
     args.global_batch_size = batch_of(vars(args)) or args.global_batch_size
 
 
-def _check_own_flags(config: ResihpConfig, world_size: int) -> None:
+def _check_own_flags(config: ResihpConfig, world_size: int | None) -> None:
     try:
         config.check()
-        _check_injections(config, world_size)
+        if world_size is not None:
+            _check_injections(config, world_size)
         for scheduled in config.plans():
             plan_of(read_plan(scheduled.path))
         if config.resihp_emulate is not None:

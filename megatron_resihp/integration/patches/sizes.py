@@ -17,7 +17,7 @@ from megatron_resihp.plan.microbatches import can_be_grouped
 
 
 def check_sizes(args: argparse.Namespace) -> None:
-    """Sizes that no plan fits, said before Megatron's own assertion says it on every worker."""
+    """Sizes that no plan fits, said before Megatron's own assertion says it on every worker. `world_size` is known."""
     size = size_of_replica(args)
     if args.world_size % size:
         sizes = "TP x PP" if args.context_parallel_size == 1 else "TP x CP x PP"

@@ -43,7 +43,8 @@ def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stand_in: None) -> Loo
         words: str = "", launch: str = TORCHRUN, environment: Mapping[str, str] = {}, data: str = MOCK_DATA
     ) -> Findings:
         asked = parser.parse_args([*launch.split(), "train.py", *f"{LLAMA} {data} {words} --resihp".split()])
-        return command.look(command._asked(asked), Path("train.py"), asked.memory_gib, environment)
+        options, uncounted = command._asked(asked)
+        return command.look(options, Path("train.py"), asked.memory_gib, environment, uncounted)
 
     return look
 
@@ -245,13 +246,35 @@ def test_exit_codes_and_json(look: Look, capsys: pytest.CaptureFixture[str], mon
     assert code == 2 and [each["flag"] for each in json.loads(out)["refusals"]] == ["--inprocess-restart"]
 
 
+@pytest.mark.parametrize("word", ["gpu", "auto"])
+def test_workers_that_are_counted_where_there_is_no_gpu(
+    look: Look, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    """A login node. It hides no other refusal, and nothing is said of sizes."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    launch = f"--json --nnodes 2 --min-workers 3 --nproc-per-node {word}"
+    code, out, _ = run(
+        f"{launch} train.py {LLAMA} {MOCK_DATA} --resihp --inprocess-restart --num-query-groups 5 "
+        "--resihp-inject kill:9@3 --eval-global-batch-size 100",
+        capsys,
+        monkeypatch,
+    )
+    found = json.loads(out)
+    assert code == 2 and found["job"] == "train.py, an unknown number of workers"
+    count, *others = found["refusals"]
+    assert count["flag"] == "--nproc-per-node" and count["fix"] == "give how many workers each node has"
+    assert ["--inprocess-restart" in each["reason"] for each in others] == [True, False]
+    assert "num_query_groups (5)" in others[1]["reason"]
+
+
 def test_the_file_of_a_module(look: Look) -> None:
     Path("trainer").mkdir()
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     for name, file in (("trainer.main", "trainer/main.py"), ("trainer", "trainer/__main__.py")):
         Path(file).touch()
-        assert command._script(command._asked(parser.parse_args(["-m", name]))) == Path(file).resolve()
+        options, _ = command._asked(parser.parse_args(["-m", name]))
+        assert command._script(options) == Path(file).resolve()
 
 
 def test_what_launch_would_refuse(
