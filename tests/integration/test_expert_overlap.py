@@ -36,7 +36,7 @@ EARLY: dict[str, Any] = {"ep_overlap_early_attn_memory_release": True, "high_pri
 STAGES = ((0,), (2,)), ((1,), (3,))
 CHUNKS: dict[str, Any] = PIPELINE | {"num_layers": 4, "num_layers_per_virtual_pipeline_stage": 1}
 """Two replicas, of two stages with two chunks each."""
-LOST = "--overlap-moe-expert-parallel-comm has nothing to overlap"
+LOST = "--overlap-moe-expert-parallel-comm is off, as there is nothing to overlap"
 
 
 def test_a_death_and_the_return_of_the_worker(jobs: Jobs) -> None:

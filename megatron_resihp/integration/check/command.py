@@ -36,12 +36,6 @@ refused.
 
   resihp check --nnodes 2 --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ... --resihp
 """
-WITHOUT_OVERLAP: Final[Mapping[str, str]] = {
-    "overlap_grad_reduce": "while replicas differ, what the members of a stage hold whole is summed after the backward "
-    "pass, as norms are; with --resihp-carrier device all gradients are",
-    "defer_embedding_wgrad_compute": "while replicas differ, the head's weight gradients are computed in B",
-}
-"""For arguments of Megatron that ask for an overlap: when a job does not have it."""
 VOCABULARY: Final = 131_072
 """Rows that are counted where only the tokenizer knows how many there are."""
 
@@ -191,9 +185,10 @@ def _outlook(
         return None, (f"what losses would do can't be told: {error}",)
 
 
-def _without_overlap(line: CommandLine) -> list[str]:
-    parsed = vars(line.given) if line.given is not None else {}
-    return [f"--{name.replace('_', '-')}: {when}" for name, when in WITHOUT_OVERLAP.items() if parsed.get(name)]
+def _without_overlap(line: CommandLine) -> Iterator[str]:
+    from megatron_resihp.integration.modes.overlaps import lost_sometimes
+
+    return lost_sometimes(vars(line.given) if line.given is not None else {})
 
 
 def _unknown(line: CommandLine, text: ScriptFlags) -> list[str]:

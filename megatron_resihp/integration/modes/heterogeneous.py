@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ from megatron_resihp.integration.modes.mode import (
     ParametersNorm,
     Schedule,
 )
+from megatron_resihp.integration.modes.overlaps import UNLIKE_REPLICAS, flag_of
 from megatron_resihp.integration.modes.uniform import averaging_of
 from megatron_resihp.integration.ops.final_gradients import FinalGradients
 from megatron_resihp.integration.ops.first_micro_batch import treat_all_alike
@@ -293,20 +294,12 @@ class HeterogeneousMode(Mode):
         return (None, None) if found == NO_DOCUMENTS else found
 
 
-LOST_OVERLAP: Final = {
-    "overlap_grad_reduce": "between devices gradients are summed after the backward pass",
-    "overlap_param_gather": "no parameters are gathered",
-    "defer_embedding_wgrad_compute": "the head's weight gradients are computed in its backward pass",
-}
-"""What happens under a heterogeneous plan in place of an overlap that the job asks for."""
-
-
 def _tell_of_lost_overlap(own: dict[str, Any], sums_early: bool) -> None:
     """`own`: what the arguments say in the job's own layout."""
-    lost = [name for name in LOST_OVERLAP if own[name] and not (sums_early and name == "overlap_grad_reduce")]
+    lost = [name for name in UNLIKE_REPLICAS if own.get(name) and not (sums_early and name == "overlap_grad_reduce")]
     if lost:
-        named = " and ".join(f"--{name.replace('_', '-')}" for name in lost)
-        what = ", and ".join(LOST_OVERLAP[name] for name in lost)
+        named = " and ".join(map(flag_of, lost))
+        what = ", and ".join(dict.fromkeys(UNLIKE_REPLICAS[name] for name in lost))
         print(f"resihp: under this plan, whose replicas differ, {named} can't be followed: {what}", flush=True)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from megatron.core.utils import get_model_config
@@ -30,6 +30,7 @@ from megatron_resihp.integration.modes.mode import (
     ParametersNorm,
     Schedule,
 )
+from megatron_resihp.integration.modes.overlaps import ALL_EXPERTS, WITH_ALL_EXPERTS, flag_of
 from megatron_resihp.integration.patches.checkpoints import distributed_format
 from megatron_resihp.integration.patches.experts.sharing import steps_experts
 from megatron_resihp.integration.runtime import Runtime
@@ -57,8 +58,6 @@ from megatron_resihp.protocol.records import Outcome
 
 INSTANCES, CONTEXT = "num_distributed_optimizer_instances", "context_parallel_size"
 EXPERTS, MEMBERS = "expert_model_parallel_size", "expert_tensor_parallel_size"
-OVERLAP = "overlap_moe_expert_parallel_comm"
-NO_OVERLAP: Final = {OVERLAP: False, "ep_overlap_early_attn_memory_release": False}
 
 
 class UniformMode(Mode):
@@ -121,14 +120,15 @@ class UniformMode(Mode):
 
     @property
     def _lost_overlap(self) -> dict[str, bool]:
-        """What Megatron is told where each worker has all experts: it refuses to overlap no communication."""
-        return NO_OVERLAP if self._sizes[EXPERTS] == 1 else {}
+        return WITH_ALL_EXPERTS if self._sizes[EXPERTS] == 1 else {}
 
     def build_groups(self) -> None:
         sizes, lost = self._runtime.setup.sizes, self._lost_overlap
-        if lost and sizes.own(self._runtime.job.args).get(OVERLAP) and self.view.reports:
-            print(f"resihp: under this plan each worker has all experts: --{OVERLAP.replace('_', '-')} has nothing to "
-                  "overlap", flush=True)  # fmt: skip
+        own = sizes.own(self._runtime.job.args)
+        for name, instead in ALL_EXPERTS.items() if lost and self.view.reports else ():
+            if own.get(name):
+                print(f"resihp: under this plan each worker has all experts: {flag_of(name)} is off, as {instead}",
+                      flush=True)  # fmt: skip
         sizes.restore(self._sizes | lost)
         self._runtime.setup.build_groups(**self._degrees)
         start_streams(self._runtime.job.args, self._runtime.epoch)

@@ -208,6 +208,16 @@ def test_an_overlap_that_is_not_always_there(look: Look) -> None:
     assert line.startswith("--overlap-grad-reduce: while replicas differ")
 
 
+def test_overlaps_of_gathering_and_of_experts(look: Look) -> None:
+    gathering = "--overlap-param-gather --overlap-param-gather-with-optimizer-step"
+    _, *lines = look(f"{gathering} --overlap-moe-expert-parallel-comm").without_overlap
+    assert lines == [
+        "--overlap-param-gather: while replicas differ, no parameters are gathered",
+        "--overlap-param-gather-with-optimizer-step: while replicas differ, no parameters are gathered",
+        "--overlap-moe-expert-parallel-comm: while each worker has all experts, there is nothing to overlap",
+    ]
+
+
 def test_data_may_be_elsewhere_and_a_tokenizer_is_not_opened(look: Look) -> None:
     found = look(data="--data-path /far/away_document --tokenizer-type GPT2BPETokenizer --vocab-file /far/vocab")
     assert found.let_in, found.refusals

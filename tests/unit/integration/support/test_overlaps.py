@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No overlap that Megatron would have is given up without a word: neither in Megatron's own groups nor, unless
-`resihp check` has a line for it, where replicas differ."""
+"""No overlap that Megatron would have is given up without a word: modes and `resihp check` have a line for those
+that are not there under every plan."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any, Final
 
-from megatron_resihp.integration.check.command import WITHOUT_OVERLAP
+from megatron_resihp.integration.modes.overlaps import ALL_EXPERTS, UNLIKE_REPLICAS, WITH_ALL_EXPERTS
 from megatron_resihp.integration.support import TABLE, Evidence
 from megatron_resihp.integration.world.heterogeneous_groups import HeterogeneousView, Sizes
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica
@@ -17,15 +17,13 @@ OVERLAPS: Final = {"defer_embedding_wgrad_compute"} | {
 }
 """Supported arguments that ask for an overlap, or for how it is done."""
 NOTHING_TO_HIDE: Final = {
-    "overlap_param_gather": "all holders of a slice step it, so that no parameters are gathered",
-    "overlap_param_gather_with_optimizer_step": "the same",
     "overlap_p2p_comm": "receives are posted before they are due, and no send is waited for before an iteration's end",
     "overlap_p2p_comm_warmup_flush": "the same",
-    "overlap_moe_expert_parallel_comm": "replicas that share experts are alike",
-    "ep_overlap_early_attn_memory_release": "the same",
+    "ep_overlap_early_attn_memory_release": "it is about how --overlap-moe-expert-parallel-comm is done",
     "moe_shared_expert_overlap": "Megatron's layers do it, whatever calls them",
 }
-"""Overlaps that have another form, or no object, where replicas differ."""
+"""Overlaps that have another form where replicas differ, or belong to one that has a line."""
+WITHOUT_OVERLAP: Final = {**UNLIKE_REPLICAS, **ALL_EXPERTS}
 
 
 def sizes(holder: Any) -> Sizes:
@@ -39,7 +37,7 @@ def unlike_replicas() -> HeterogeneousView:
     return HeterogeneousView(plan, 0, None)
 
 
-def test_each_overlap_is_there_or_has_a_line_where_replicas_differ() -> None:
+def test_each_overlap_is_there_or_has_a_line() -> None:
     """A flag that the table comes to support has to be put into one of both."""
     assert WITHOUT_OVERLAP.keys() | NOTHING_TO_HIDE.keys() == OVERLAPS
     assert not WITHOUT_OVERLAP.keys() & NOTHING_TO_HIDE.keys()
@@ -49,7 +47,12 @@ def test_what_unlike_replicas_turn_off_is_known() -> None:
     holder = SimpleNamespace(**dict.fromkeys(OVERLAPS, True))
     sizes(holder).replace(unlike_replicas())
     off = {name for name in OVERLAPS if not getattr(holder, name)}
-    assert WITHOUT_OVERLAP.keys() <= off <= WITHOUT_OVERLAP.keys() | NOTHING_TO_HIDE.keys()
+    assert UNLIKE_REPLICAS.keys() <= off <= WITHOUT_OVERLAP.keys() | NOTHING_TO_HIDE.keys()
+
+
+def test_what_megatron_is_told_where_each_worker_has_all_experts() -> None:
+    assert ALL_EXPERTS.keys() <= WITH_ALL_EXPERTS.keys() <= ALL_EXPERTS.keys() | NOTHING_TO_HIDE.keys()
+    assert not any(WITH_ALL_EXPERTS.values())
 
 
 def test_megatrons_own_groups_have_each_overlap_again() -> None:

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which overlaps that a job asks for it does not have under some plans. Imports the standard library only.
+
+Modes tell of them as a plan begins, and `resihp check` before a job is queued.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+UNLIKE_REPLICAS: Final[Mapping[str, str]] = {
+    "overlap_grad_reduce": "what the members of a stage hold whole is summed after the backward pass, as norms are; with "
+    "--resihp-carrier device all gradients are",
+    "overlap_param_gather": "no parameters are gathered",
+    "overlap_param_gather_with_optimizer_step": "no parameters are gathered",
+    "defer_embedding_wgrad_compute": "the head's weight gradients are computed in its backward pass",
+}
+"""Arguments of Megatron that ask for an overlap, and what happens in its place while replicas differ."""
+ALL_EXPERTS: Final[Mapping[str, str]] = {"overlap_moe_expert_parallel_comm": "there is nothing to overlap"}
+"""The same while each worker has all experts."""
+WITH_ALL_EXPERTS: Final = {**{name: False for name in ALL_EXPERTS}, "ep_overlap_early_attn_memory_release": False}
+"""What Megatron is told then: it refuses to overlap no communication."""
+
+
+def flag_of(name: str) -> str:
+    """How an argument of these is spelled."""
+    return f"--{name.replace('_', '-')}"
+
+
+def lost_sometimes(asked: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each overlap that a job asks for and does not have under every plan."""
+    for when, lost in (("replicas differ", UNLIKE_REPLICAS), ("each worker has all experts", ALL_EXPERTS)):
+        yield from (f"{flag_of(name)}: while {when}, {instead}" for name, instead in lost.items() if asked.get(name))
