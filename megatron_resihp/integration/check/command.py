@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -124,6 +124,7 @@ def look(
     from megatron_resihp.integration.check.command_line import read_command_line
     from megatron_resihp.integration.check.findings import Findings
     from megatron_resihp.integration.check.script import read_script
+    from megatron_resihp.integration.check.unknown import explained
     from megatron_resihp.integration.enable import version_problem
 
     size = options.size
@@ -137,23 +138,23 @@ def look(
     outlook, assumed = _outlook(line, options, memory_gib)
     return Findings(
         job=job,
-        refusals=(
-            *([uncounted] if uncounted else []),
-            *line.refusals,
-            *(line.examined.refusals if line.examined is not None else ()),
-        ),
+        refusals=tuple(_refusals(line, text, uncounted)),
         environment=(*overruled(environment), *warnings_of(environment)),
         without_overlap=tuple(_without_overlap(line)),
-        unknown=tuple(_unknown(line, text)),
+        unknown=() if text.complete else tuple(_unknown(line, text, explained)),
         notes=(*_notes(line, options, environment), *assumed),
         outlook=outlook,
     )
 
 
-def _refusals(line: CommandLine, uncounted: str | None) -> Iterator[str]:
+def _refusals(line: CommandLine, text: ScriptFlags, uncounted: str | None) -> Iterator[str]:
+    from megatron_resihp.integration.check.unknown import refusal
+
     if uncounted is not None:
         yield uncounted
     yield from line.refusals
+    if text.complete:
+        yield from _unknown(line, text, refusal)
     if line.examined is not None:
         yield from line.examined.refusals
 
@@ -191,13 +192,13 @@ def _without_overlap(line: CommandLine) -> Iterator[str]:
     return lost_sometimes(vars(line.given) if line.given is not None else {})
 
 
-def _unknown(line: CommandLine, text: ScriptFlags) -> list[str]:
-    from megatron_resihp.integration.check.unknown import explained
+def _unknown(line: CommandLine, text: ScriptFlags, said: Callable[[str, list[str]], str]) -> list[str]:
+    """What is said of each flag that neither Megatron nor the script's text has."""
     from megatron_resihp.integration.patches.flags import known_parser
 
-    known = list(known_parser()._option_string_actions)
+    known = [*known_parser()._option_string_actions, *sorted(text.added)]
     flags = dict.fromkeys(word.partition("=")[0] for word in line.unknown if word.startswith("--"))
-    return sorted(explained(flag, known) for flag in flags.keys() - text.added)
+    return sorted(said(flag, known) for flag in flags.keys() - text.added)
 
 
 def _notes(line: CommandLine, options: LaunchOptions, environment: Mapping[str, str]) -> list[str]:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training script's text says of its flags; the script is not run. Imports the standard library."""
+"""What a training script's text says of its flags; the script is not run.
+
+Imports the standard library and `parser_calls`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+from megatron_resihp.integration.check.parser_calls import shows_all_flags
 
 MEGATRON: Final = "megatron"
 """The folder of its packages in a checkout."""
@@ -20,10 +25,12 @@ class ScriptFlags:
     """Attributes:
     added: flags that the script, or a module that it imports, adds to Megatron's.
     defaults: the script's own defaults of Megatron's arguments.
+    complete: whether the script can add no other flags.
     """
 
     added: frozenset[str]
     defaults: Mapping[str, Any]
+    complete: bool = False
 
 
 def read_script(path: Path, folders: Sequence[Path] = ()) -> ScriptFlags:
@@ -33,22 +40,46 @@ def read_script(path: Path, folders: Sequence[Path] = ()) -> ScriptFlags:
         folders: where modules may be, besides the script's own.
     """
     roots = [path.resolve().parent, *folders]
-    added: set[str] = set()
+    script = _parsed(path)
+    if script is None:
+        return ScriptFlags(frozenset(), {})
+    read, lacking = _modules_of(script, path.resolve(), roots)
+    trees = [script, *read.values()]
+    added = {flag for tree in trees for call in _calls(tree) for flag in _added_by(call)}
     defaults: dict[str, Any] = {}
-    waiting, seen = [path.resolve()], set[Path]()
+    for call in _calls(script):
+        defaults |= _defaults_in(call)
+    return ScriptFlags(frozenset(added), defaults, shows_all_flags(script, read, lacking))
+
+
+def _modules_of(script: ast.Module, path: Path, roots: Sequence[Path]) -> tuple[dict[str, ast.Module], set[str]]:
+    """The text of the modules that a script and these import, by name, and the names of those that have none here.
+    What Megatron's own import isn't looked at."""
+    read, lacking = dict[str, ast.Module](), set[str]()
+    waiting, seen = [*_imported(script)], {path}
     while waiting:
-        file = waiting.pop()
-        tree = None if file in seen else _parsed(file)
-        seen.add(file)
-        if tree is None:
-            continue
-        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-            added.update(_added_by(call))
-            if file == path.resolve():
-                defaults |= _defaults_in(call)
-        if not _is_megatrons(file, roots):
-            waiting += [found for name in _imported(tree) for found in _files_of(name, roots)]
-    return ScriptFlags(frozenset(added), defaults)
+        name, attribute = waiting.pop()
+        # A module may import a function from another one, or a module from a package.
+        files = _files_of(name, roots)
+        inner = _files_of(f"{name}.{attribute}", roots) if attribute else []
+        if not files and not inner:
+            lacking.add(name)
+        for module, file in ((name, files), (f"{name}.{attribute}", inner)):
+            fresh = [each for each in file if each not in seen]
+            seen.update(fresh)
+            for each in fresh:
+                tree = _parsed(each)
+                if tree is None:
+                    lacking.add(module)
+                    continue
+                read[module] = tree
+                if not _is_megatrons(each, roots):
+                    waiting += _imported(tree)
+    return read, lacking
+
+
+def _calls(tree: ast.Module) -> Iterator[ast.Call]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
 
 
 def _parsed(file: Path) -> ast.Module | None:
@@ -58,17 +89,19 @@ def _parsed(file: Path) -> ast.Module | None:
         return None
 
 
-def _imported(tree: ast.Module) -> Iterator[str]:
+def _imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Modules, and what is imported from them; relative imports, too, which name no module that is found."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((f"{'.' * node.level}{node.module or ''}", alias.name) for alias in node.names)
 
 
 def _files_of(module: str, roots: Sequence[Path]) -> list[Path]:
     """The file of a module in the first folder that has it; none: it is not in these."""
+    if module.startswith("."):
+        return []
     place = Path(*module.split("."))
     files = (root / name for root in roots for name in (place.with_suffix(".py"), place / "__init__.py"))
     return [file.resolve() for file in files if file.is_file()][:1]

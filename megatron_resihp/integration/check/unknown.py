@@ -33,6 +33,20 @@ def explained(flag: str, known: Iterable[str]) -> str:
     return f"{flag} (do you mean {near}?)" if near else flag
 
 
+def refusal(flag: str, known: Iterable[str]) -> str:
+    """The same of a flag that the script does not define either, "cause; mend".
+
+    Args:
+        known: Megatron's flags and the script's.
+    """
+    if flag in FORMER:
+        mend = f"leave it out: {FORMER[flag]}"
+    else:
+        near = _meant(flag, known)
+        mend = f"do you mean {near}?" if near else "leave it out"
+    return f"{flag}: neither Megatron nor the script has this flag; {mend}"
+
+
 def _meant(flag: str, known: Iterable[str]) -> str | None:
     """The known flag that differs only in how it is divided into words, or in one long word by little."""
     words = _words(flag)

@@ -98,6 +98,20 @@ def test_flags_that_only_the_script_may_know(look: Look) -> None:
     ), "neither --rope-type nor --apply-query-key-layer-scaling nor --use-mup was meant"
 
 
+def test_flags_that_the_script_is_known_not_to_have(look: Look) -> None:
+    """They would end the job on every worker."""
+    Path("train.py").write_text("parse_and_validate_args(args_defaults={})\n")
+    found = look("--tensor-model-paralel-size=2 --no-query-key-layer-scaling --no-such-flag 3")
+    refusals = found.as_json()["refusals"]
+    assert [(each["flag"], each["fix"]) for each in refusals] == [
+        ("--no-query-key-layer-scaling", "leave it out: nothing is scaled without --apply-query-key-layer-scaling"),
+        ("--no-such-flag", "leave it out"),
+        ("--tensor-model-paralel-size", "do you mean --tensor-model-parallel-size?"),
+    ]
+    assert {each["reason"].partition(": ")[2] for each in refusals} == {"neither Megatron nor the script has this flag"}
+    assert found.unknown == ()
+
+
 def test_former_flags_are_none_of_megatrons() -> None:
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     assert not FORMER.keys() & parser._option_string_actions.keys()
