@@ -206,7 +206,9 @@ def test_a_task_does_not_end_others_that_still_write_what_they_hold(tmp_path: Pa
     [
         (["--save", "out", "--finetune"], {}, "--finetune would apply again"),
         (["--save", "out", "--ckpt-step", "3"], {}, "--ckpt-step would apply again"),
+        (["--save", "out", "--ckpt-step=3"], {}, "--ckpt-step would apply again"),
         (["--save", "out", "--load", "base"], {}, "--load base would load that again"),
+        (["--save=out", "--load=base"], {}, "--load base would load that again"),
         (["--load", "base"], {}, "usage: sbatch"),
         (["--save", "out"], {"SLURM_GPUS_ON_NODE": ""}, "use sbatch --gpus-per-node=N"),
     ],
@@ -219,9 +221,11 @@ def test_what_can_not_go_on_is_refused_before_it_begins(
     assert done.stderr.count("\n") == 1
 
 
-def test_a_job_may_load_where_it_saves(tmp_path: Path) -> None:
-    done = run(tmp_path, "--save", "out", "--load", "out", JOB_CODE="0")
+@pytest.mark.parametrize("flags", [["--save", "out", "--load", "out"], ["--save=out", "--load=out"]])
+def test_a_job_may_load_where_it_saves(tmp_path: Path, flags: list[str]) -> None:
+    done = run(tmp_path, *flags, JOB_CODE="0")
     assert done.returncode == 0 and "launch" in done.stdout
+    assert done.stdout.splitlines()[-2:] == ["--load", "out"]
 
 
 @pytest.mark.parametrize(
