@@ -37,7 +37,7 @@ from megatron_resihp.integration.patches.sizes import (
     with_fitting_sizes,
 )
 from megatron_resihp.integration.streams.seeds import draws
-from megatron_resihp.integration.support import refusals
+from megatron_resihp.integration.support import TABLE, refusals
 from megatron_resihp.integration.support.batches import batch_of
 from megatron_resihp.plan import PlanError
 from megatron_resihp.plan.files import read_plan
@@ -297,9 +297,9 @@ def _is_number(text: str) -> bool:
 
 
 def _check_evaluation(args: argparse.Namespace) -> None:
-    """Megatron counts evaluations before it looks whether there are any."""
     if args.eval_interval is None and not args.skip_train and not args.full_validation:
-        raise ConfigError("--eval-interval is missing; give it, with --eval-iters 0 for no evaluation")
+        why = TABLE["eval_interval"].needed
+        raise ConfigError(f"--eval-interval is missing: {why}; give it, with --eval-iters 0 for no evaluation")
 
 
 def _check_logs(args: argparse.Namespace) -> None:

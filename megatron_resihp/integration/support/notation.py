@@ -13,9 +13,10 @@ from megatron_resihp.integration.support.row import Condition, Evidence, Only, R
 Rows = tuple[Row, ...]
 
 
-def tested(test: str, names: str, *, device: str = "", condition: Condition | None = None) -> Rows:
+def tested(test: str, names: str, *, device: str = "", condition: Condition | None = None, needed: str = "") -> Rows:
     """A test holds these: `file::function`, below tests/."""
-    return _rows(names, evidence=Evidence.TEST, shown=f"tests/{test}", device=device, condition=condition)
+    shown = f"tests/{test}"
+    return _rows(names, evidence=Evidence.TEST, shown=shown, device=device, condition=condition, needed=needed)
 
 
 def kernel(place: str, names: str, *, in_018: str = "", device: str = "", condition: Condition | None = None) -> Rows:

@@ -76,7 +76,8 @@ def _shown(row: Row, flags: Mapping[str, str]) -> str:
 
 def _conditions(row: Row, flags: Mapping[str, str]) -> str:
     said = [row.condition.said(flags)] if row.condition else []
-    return "; ".join([*said, *([row.device] if row.device else [])])
+    needed = [f"has to be given: {row.needed}"] if row.needed else []
+    return "; ".join([*said, *needed, *([row.device] if row.device else [])])
 
 
 def _refused(rows: Iterable[Row], flags: Mapping[str, str]) -> str:

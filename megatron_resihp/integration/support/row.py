@@ -166,6 +166,7 @@ class Row:
         unread: nothing of Megatron's training code reads it.
         device: what it needs on which device, if not the same everywhere.
         condition: a supported one's.
+        needed: why Megatron itself does not train without it, whatever its parser says; empty: it does.
         why: it is refused.
         instead: what to do then.
     """
@@ -178,6 +179,7 @@ class Row:
     unread: bool = False
     device: str = ""
     condition: Condition | None = None
+    needed: str = ""
     why: str = ""
     instead: str = ""
 

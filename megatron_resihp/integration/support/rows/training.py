@@ -50,7 +50,12 @@ _BATCHES: Rows = joined(
     refused("skip_train", "there is no training to keep alive", "leave --resihp out"),
     tested(
         "integration/test_recovery_points.py::test_a_death_while_evaluating",
-        "eval_iters eval_interval",
+        "eval_iters",
+    ),
+    tested(
+        "integration/test_recovery_points.py::test_a_death_while_evaluating",
+        "eval_interval",
+        needed="Megatron itself divides the job's iterations by it, also where it never evaluates",
     ),
     tested(
         "integration/test_plan_failures.py::test_evaluation_of_other_micro_batches_and_with_helpers",

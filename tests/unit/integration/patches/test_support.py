@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from megatron.training import arguments
+from megatron.training import arguments, training
 
 from megatron_resihp.config import ResihpConfig
 from megatron_resihp.integration.patches import flags
@@ -239,6 +239,25 @@ def test_values_that_cannot_be(
 ) -> None:
     line = refused(check, capsys, *command)
     assert all(word in line for word in words)
+
+
+@pytest.mark.since_megatron("0.19")
+def test_an_interval_that_megatron_itself_needs(
+    check: Check, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its parser and validation do without one."""
+    without = " ".join(COMMON).replace("--eval-interval 10 ", "").split()
+    with pytest.raises(SystemExit):
+        check(*without, "--eval-iters", "0")
+    line = capsys.readouterr().err
+    assert line.startswith("resihp: --eval-interval is missing: Megatron itself divides the job's iterations by it")
+    asked = SimpleNamespace(
+        train_samples=None, train_iters=40, global_batch_size=16, full_validation=False, skip_train=False,
+        eval_interval=None, eval_iters=0, start_eval_at_iter=None, phase_transition_iterations=None,
+    )  # fmt: skip
+    monkeypatch.setattr(training, "get_args", lambda: asked)
+    with pytest.raises(TypeError):
+        training.get_train_valid_test_num_samples()
 
 
 WHOLE_LAYERS = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
