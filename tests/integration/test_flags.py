@@ -25,6 +25,7 @@ GATED: dict[str, Any] = {
     "swiglu": None, "quick_geglu": True, "glu_linear_offset": 1.0, "activation_func_clamp_value": 0.5,
     "ffn_hidden_size": 64, "disable_bias_linear": True, "softmax_type": "learnable", "clip_grad": 0.1,
     "recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"],
+    "padded_vocab_size": 96, "seed": 4321,
 }  # fmt: skip
 NORMS: dict[str, Any] = {
     "qk_layernorm": True, "apply_wd_to_qk_layernorm": True, "weight_decay": 0.5, "attention_output_gate": True,

@@ -24,6 +24,11 @@ def kernel(place: str, names: str, *, in_018: str = "", device: str = "", condit
     return _rows(names, evidence=Evidence.KERNEL, **_shown(place, in_018), device=device, condition=condition)
 
 
+def at_start(place: str, names: str) -> Rows:
+    """These are read before the first step, at that place, and say what the job begins with."""
+    return _rows(names, evidence=Evidence.START, **_shown(place, ""))
+
+
 def inert(place: str, names: str, *, in_018: str = "", device: str = "", condition: Condition | None = None) -> Rows:
     """These change nothing that training computes, as that place shows."""
     return _rows(names, evidence=Evidence.INERT, **_shown(place, in_018), device=device, condition=condition)

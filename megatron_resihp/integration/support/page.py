@@ -104,13 +104,17 @@ _INTRODUCTION: Final = """\
 
 These are Megatron-LM {release}'s {total} arguments. With `--resihp`, {supported} of them may have any value, or those
 that the last column allows. The others are refused at the start if they differ from Megatron's default. A flag that is
-new to Megatron is refused until it has a row here. For each supported flag there is evidence of one of three kinds:
+new to Megatron is refused until it has a row here. For each supported flag there is evidence of one of four kinds:
 
 - `inert`: it changes nothing that training computes. The place in Megatron shows it. Many flags do nothing because
   another flag that they belong to is refused.
+- `start`: it is read before the first step, at that place in Megatron, and says what the job begins with: its data, its
+  words, its first weights. A recovery goes on from what survivors hold, and does not look at it. A worker that
+  comes back reads it as the first ones did.
 - `kernel`: it changes how something is computed, at that place in Megatron. It changes no state, groups, schedule,
   random streams or number of collectives.
-- `test`: that test trains with it, through a death or a change of plan if it matters after the start.
+- `test`: that test trains with it, through a death or a change of plan if it matters after the start. One below
+  `tests/unit` holds what CPUs can show of a flag that only GPUs have.
 """
 
 

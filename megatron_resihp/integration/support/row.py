@@ -16,6 +16,9 @@ class Evidence(StrEnum):
 
     INERT = "inert"
     """It changes nothing that training computes. The place in Megatron shows it."""
+    START = "start"
+    """It is read before the first step, and says what the job begins with: its data, its weights. A recovery goes on
+    from what survivors hold, and does not look at it. A worker that comes back reads it as the first ones did."""
     KERNEL = "kernel"
     """It changes how something is computed: no state, groups, schedule, random streams or number of collectives."""
     TEST = "test"

@@ -3,9 +3,9 @@
 
 from megatron_resihp.integration.support.notation import (
     Rows,
+    at_start,
     inert,
     joined,
-    kernel,
     one_of,
     refused,
     tested,
@@ -33,12 +33,12 @@ _SAVED: Rows = joined(
         "dist_ckpt_optim_fully_reshardable",
     ),
     tested("integration/test_ends.py::test_a_saved_state_can_be_gone_on_from", "no_load_rng"),
-    kernel(
+    at_start(
         _LOAD,
         "finetune pretrained_checkpoint ckpt_step exit_on_missing_checkpoint auto_detect_ckpt_format no_load_optim",
     ),
-    kernel(_SAVE, "no_save_optim no_save_rng ckpt_fully_parallel_save"),
-    kernel(
+    inert(_SAVE, "no_save_optim no_save_rng ckpt_fully_parallel_save"),
+    at_start(
         "training.checkpointing:_load_global_dist_base_checkpoint",
         "ckpt_fully_parallel_load dist_ckpt_strictness",
     ),
@@ -54,7 +54,7 @@ _ASYNCHRONOUS: Rows = joined(
         "integration/test_async_saves.py::test_a_save_under_way_when_a_worker_dies_is_dropped_whole_and_made_up_for",
         "async_save async_strategy use_persistent_ckpt_worker",
     ),
-    kernel(
+    inert(
         "training.async_utils:init_persistent_async_worker",
         "async_ckpt_cpu_priority async_ckpt_io_priority async_ckpt_use_cpu_shm",
     ),
@@ -66,11 +66,11 @@ _ASYNCHRONOUS: Rows = joined(
         "integration/test_async_saves.py::test_a_save_under_way_when_a_worker_dies_is_dropped_whole_and_made_up_for",
         "ckpt_fully_parallel_load_process_group ckpt_load_validate_sharding_integrity",
     ),
-    kernel(
+    at_start(
         "training.checkpointing:_load_global_dist_base_checkpoint",
         "ckpt_fully_parallel_load_exchange_algo",
     ),
-    kernel(_SAVE, "ckpt_fully_parallel_save_process_group"),
+    inert(_SAVE, "ckpt_fully_parallel_save_process_group"),
     refused(
         "distrib_optim_fully_reshardable_mem_efficient", "it gathers over groups that heterogeneous plans don't have"
     ),
@@ -86,7 +86,7 @@ _TEMPORARY: Rows = joined(
         "integration/test_async_saves.py::test_non_persistent_saves_are_dropped_and_kept_like_others",
         "non_persistent_save_interval",
     ),
-    kernel("training.checkpointing:save_checkpoint", "non_persistent_global_ckpt_dir"),
+    inert("training.checkpointing:save_checkpoint", "non_persistent_global_ckpt_dir"),
     refused(
         """non_persistent_local_ckpt_dir non_persistent_local_ckpt_algo replication replication_jump
         replication_factor""",
@@ -100,11 +100,11 @@ _OTHERS: Rows = joined(
         "integration/test_async_saves.py::test_a_save_under_way_when_a_worker_dies_is_dropped_whole_and_made_up_for",
         "use_checkpoint_args",
     ),
-    kernel(
+    at_start(
         "training.checkpointing:load_args_from_checkpoint",
         "use_mp_args_from_checkpoint_args use_tokenizer_model_from_checkpoint_args",
     ),
-    kernel(_LOAD, "load_main_params_from_ckpt"),
+    at_start(_LOAD, "load_main_params_from_ckpt"),
     tested(
         "integration/test_async_saves.py::test_an_iteration_that_is_given_in_the_checkpoint_s_place",
         "override_ckpt_iteration",

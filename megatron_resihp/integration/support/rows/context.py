@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_resihp.cost.training import why_own_context
-from megatron_resihp.integration.support.notation import Rows, joined, kernel, refused, tested, without
+from megatron_resihp.integration.support.notation import Rows, joined, refused, tested, without
 from megatron_resihp.integration.support.row import Clash, NotBeside, Together
 
 _WAYS = {"p2p", "all_gather", "a2a", "a2a+p2p"}
@@ -85,8 +85,8 @@ ROWS: Rows = joined(
         device="GPU: Transformer Engine's attention; CPUs have a stand-in for it",
     ),
     refused("hybrid_context_parallel", "which replicas share a sequence would depend on how long it is"),
-    kernel(
-        "core.extensions.transformer_engine:TEDotProductAttention",
+    tested(
+        "integration/test_context_parallelism.py::test_groups_of_groups",
         "cp_comm_type",
         device="GPU: Transformer Engine's attention; CPUs have a stand-in for it",
         condition=Together(_uses_known_ways, "use p2p, all_gather, a2a or a2a+p2p"),

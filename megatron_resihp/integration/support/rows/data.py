@@ -3,6 +3,7 @@
 
 from megatron_resihp.integration.support.notation import (
     Rows,
+    at_start,
     inert,
     joined,
     kernel,
@@ -22,11 +23,11 @@ _ORDER = "samples would come in another order, or from places that no recovery c
 _SETS: Rows = joined(
     tested(_PACKED, "data_path data_cache_path dataloader_inter_document_masking vocab_size mock_data"),
     tested("integration/test_plans.py::test_from_plan_to_plan_and_back", "split tokenizer_type"),
-    kernel(
+    at_start(
         "training.utils.common_utils:get_blend_and_blend_per_split",
         "train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path",
     ),
-    kernel(_BUILDER, "num_dataset_builder_threads mid_level_dataset_surplus"),
+    at_start(_BUILDER, "num_dataset_builder_threads mid_level_dataset_surplus"),
     kernel(_DATASET, "mmap_bin_files reset_position_ids eod_mask_loss"),
     refused(
         "reset_attention_mask",
@@ -61,7 +62,7 @@ _SETS: Rows = joined(
 
 _LOADERS: Rows = joined(
     tested("integration/test_recovery_points.py::test_data_loaders_of_a_dead_worker_die_with_it", "num_workers"),
-    kernel(
+    inert(
         "training.datasets.data_samplers:build_pretraining_data_loader",
         "dataloader_type",
         condition=one_of(
@@ -78,18 +79,14 @@ _LOADERS: Rows = joined(
 )
 
 _WORDS: Rows = joined(
-    kernel(
+    at_start(
         _TOKENIZER,
         """vocab_file merge_file tokenizer_model pad_vocab_size special_tokens tiktoken_pattern
         tiktoken_num_special_tokens null_tokenizer_eod_id null_tokenizer_pad_id metadata_path
         tokenizer_sentencepiece_legacy tokenizer_sentencepiece_ignore_extra_whitespaces tokenizer_hf_no_use_fast
         tokenizer_hf_no_include_special_tokens trust_remote_code chat_template""",
     ),
-    kernel(
-        "training.argument_utils:gpt_config_from_args",
-        "padded_vocab_size",
-        in_018="core.tokenizers.utils.build_tokenizer:_set_padded_vocab_size",
-    ),
+    tested("integration/test_flags.py::test_a_death_and_other_degrees", "padded_vocab_size"),
     unread("training.config.training_config:TokenizerConfig", "vocab_extra_ids"),
 )
 

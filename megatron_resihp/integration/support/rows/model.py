@@ -9,6 +9,7 @@ from typing import Any
 from megatron_resihp.integration.support.notation import (
     Rows,
     all_of,
+    at_start,
     inert,
     joined,
     kernel,
@@ -125,12 +126,12 @@ _PARTS: Rows = joined(
 )
 
 _INITIAL: Rows = joined(
-    kernel(
+    at_start(
         "core.tensor_parallel.layers:ColumnParallelLinear",
         "perform_initialization use_cpu_initialization",
     ),
-    kernel(_CONFIG, "init_method_std embedding_init_method_std"),
-    kernel(_FROM_ARGUMENTS, "init_method_xavier_uniform"),
+    at_start(_CONFIG, "init_method_std embedding_init_method_std"),
+    at_start(_FROM_ARGUMENTS, "init_method_xavier_uniform"),
     tested(
         _FLAGS,
         "use_mup mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim mup_attn_scale_power",

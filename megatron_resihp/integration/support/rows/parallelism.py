@@ -202,7 +202,7 @@ _GROUPS: Rows = joined(
     tested("integration/test_nodes.py::test_a_whole_node_dies", "use_tp_pp_dp_mapping"),
     tested("integration/test_flags.py::test_a_death_and_other_degrees", "use_gloo_process_groups"),
     inert("training.initialize:_initialize_distributed", "distributed_timeout_minutes local_rank"),
-    kernel("core.parallel_state:get_nccl_options", "nccl_communicator_config_path", device="GPU: NCCL reads it"),
+    inert("core.parallel_state:get_nccl_options", "nccl_communicator_config_path", device="GPU: NCCL reads it"),
     kernel("core.jit:disable_jit_fuser", "disable_jit_fuser"),
     refused("model_parallel_size", "Megatron no longer takes it", "use --tensor-model-parallel-size"),
     refused("lazy_mpu_init", "groups are made at the start, from the plan's own roles"),

@@ -7,6 +7,7 @@ from typing import Any
 from megatron_resihp.integration.support.batches import has_one_batch
 from megatron_resihp.integration.support.notation import (
     Rows,
+    at_start,
     inert,
     joined,
     kernel,
@@ -27,7 +28,7 @@ _BATCHES: Rows = joined(
         "integration/test_plans.py::test_from_plan_to_plan_and_back",
         "micro_batch_size global_batch_size train_iters",
     ),
-    kernel("training.training:update_train_iters", "train_samples"),
+    tested("integration/test_batches.py::test_a_schedule_of_one_size_trains_as_that_size_does", "train_samples"),
     unread("training.config.training_config:TrainingConfig", "rampup_batch_size"),
     tested(
         "integration/test_batches.py::test_a_schedule_of_one_size_trains_as_that_size_does",
@@ -62,7 +63,7 @@ _BATCHES: Rows = joined(
         "eval_micro_batch_size",
     ),
     tested("integration/test_nodes.py::test_a_node_that_died_comes_back", "eval_global_batch_size"),
-    kernel("training.training:train", "start_eval_at_iter"),
+    inert("training.training:train", "start_eval_at_iter"),
     refused(
         "full_validation multiple_validation_sets validation_set_names",
         "how long an evaluation lasts follows from the data then, and survivors meet again by its length",
@@ -181,8 +182,9 @@ _RATE: Rows = joined(
         _SCHEDULE,
         """lr_wsd_decay_style lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples
         lr_warmup_fraction lr_warmup_samples lr_warmup_init start_weight_decay end_weight_decay
-        weight_decay_incr_style override_opt_param_scheduler""",
+        weight_decay_incr_style""",
     ),
+    at_start("core.optimizer_param_scheduler:OptimizerParamScheduler._check_and_set", "override_opt_param_scheduler"),
     tested(
         "integration/test_rejoin.py::test_in_a_resumed_job_it_needs_no_checkpoint",
         "use_checkpoint_opt_param_scheduler",
@@ -196,9 +198,9 @@ _RATE: Rows = joined(
 )
 
 _RANDOM: Rows = joined(
-    kernel("training.initialize:_set_random_seed", "seed"),
-    kernel(
-        "core.tensor_parallel.random:initialize_rng_tracker",
+    tested("integration/test_flags.py::test_a_death_and_other_degrees", "seed"),
+    tested(
+        "unit/integration/streams/test_generators.py::test_a_layer_draws_the_same_whatever_came_before",
         "te_rng_tracker",
         device="GPU: Transformer Engine's generator; with dropout not if parts of layers are recomputed",
     ),

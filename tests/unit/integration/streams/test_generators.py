@@ -51,7 +51,7 @@ class GraphSafe:
 
 
 class EngineTracker:
-    """Transformer Engine's tracker, as its sources have it since 1.5: the states are generators."""
+    """Transformer Engine's tracker (te_rng_tracker), as its sources have it since 1.5: the states are generators."""
 
     use_cudagraphable_rng = True
 

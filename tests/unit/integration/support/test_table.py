@@ -25,7 +25,17 @@ MEGATRON = Path(megatron.training.__file__).parents[1]
 RELEASE = ".".join(megatron.core.__version__.split(".")[:2])
 PRESENT = tuple(row for row in TABLE.values() if row.name not in LACKING[RELEASE])
 HELD = tuple(row for row in PRESENT if row.evidence is Evidence.TEST)
-READ = tuple(row for row in PRESENT if row.evidence in (Evidence.INERT, Evidence.KERNEL))
+READ = tuple(row for row in PRESENT if row.evidence in (Evidence.INERT, Evidence.START, Evidence.KERNEL))
+BESIDE_STEPS = (
+    "training.checkpointing", "training.async_utils", "training.utils.common_utils", "core.tokenizers",
+    "core.datasets.blended_megatron_dataset_builder", "core.parallel_state",
+)  # fmt: skip
+"""Modules of Megatron that compute nothing of a step."""
+NO_KERNELS = frozenset(
+    """seed te_rng_tracker perform_initialization init_method_std init_method_xavier_uniform train_samples
+    start_eval_at_iter padded_vocab_size cp_comm_type dataloader_type override_opt_param_scheduler""".split()
+)
+"""Of modules that compute steps, what says how a job begins, draws, counts, cuts or communicates."""
 OTHER_MODELS = ("bert", "T5", "vision", "mimo", "multimodal", "retro", "audio", "hybrid", "huggingface")
 """Of megatron.core.models, which pretraining of a GPT doesn't build."""
 
@@ -113,6 +123,12 @@ def test_places_in_megatron_exist_and_name_the_flag() -> None:
     """The module does. So a place that no longer reads the flag is noticed."""
     wrong = [f"{row.name}: {place_of(row)}" for row in READ if not has_place(row)]
     assert wrong == []
+
+
+def test_what_computes_nothing_of_a_step_is_called_no_kernel() -> None:
+    kernels = [row for row in TABLE.values() if row.evidence is Evidence.KERNEL]
+    assert [row.name for row in kernels if row.shown.removeprefix("megatron.").startswith(BESIDE_STEPS)] == []
+    assert not NO_KERNELS & {row.name for row in kernels}
 
 
 def place_of(row: Row) -> str:
