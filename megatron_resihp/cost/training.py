@@ -179,11 +179,18 @@ def why_own_degree(arguments: Mapping[str, Any]) -> str:
         return "Muon orthogonalises the part of a matrix that a member holds"
     if arguments.get("multi_latent_attention") and not arguments.get("sequence_parallel"):
         return "Megatron sums the gradients of latents that members share only beside --sequence-parallel"
+    if arguments.get("multi_latent_attention") and _has_megatrons_layers_on_gpus(arguments):
+        # `MLASelfAttention.get_query_key_value_tensors` gathers the keys' positions; the gather's backward only splits.
+        return "in Megatron's own layers each member drops what the heads of others make of the keys' positions"
     if arguments.get("num_experts") and arguments.get("use_transformer_engine_op_fuser"):
         return "Transformer Engine fuses the ops of whole experts only"
     if arguments.get("num_experts") and not arguments.get("sequence_parallel"):
         return "Megatron trains experts with tensor parallelism only beside --sequence-parallel"
     return ""
+
+
+def _has_megatrons_layers_on_gpus(arguments: Mapping[str, Any]) -> bool:
+    return arguments.get("transformer_impl") == "local" and arguments.get("distributed_backend") == "nccl"
 
 
 def why_own_context(arguments: Mapping[str, Any]) -> str:

@@ -97,6 +97,18 @@ def test_latent_attention_trains_the_same_in_other_cuts_only_beside_sequence_par
 
 
 @pytest.mark.parametrize(
+    ("layers", "backend", "keeps"),
+    [("local", "nccl", True), ("transformer_engine", "nccl", False), ("local", "gloo", False)],
+)
+def test_latent_attention_in_megatrons_own_layers_trains_otherwise_in_other_cuts(
+    layers: str, backend: str, keeps: bool
+) -> None:
+    """The stand-in for CPUs mends it."""
+    latent = {"multi_latent_attention": True, "sequence_parallel": True}
+    assert bool(why_own_degree(latent | {"transformer_impl": layers, "distributed_backend": backend})) == keeps
+
+
+@pytest.mark.parametrize(
     ("ways", "own", "tokens", "keeps"),
     [
         ("a2a", 8, 40_960, True), (["p2p", "a2a"], 8, 12_288, True), ("a2a", 8, 32_768, False),
