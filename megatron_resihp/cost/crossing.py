@@ -58,7 +58,7 @@ def _gradients(plan: ParallelPlan, model: Model, training: Training, node_of: No
         second = own.weights if training.distributed_optimizer else own.gradients
         for node in nodes if len(nodes) > 1 else ():
             sent[node] += (own.gradients + second) * (1 - share)
-        for owner, keeper in copies_at(plan, coordinate) if copies else ():
+        for owner, keeper in copies_at(plan, coordinate, node_of) if copies else ():
             if node_of(owner) != node_of(keeper):
                 sent[node_of(owner)] += own.gradients * share
     return sent

@@ -4,9 +4,10 @@ package only.
 
 Each part exists once, on the replica that owns it. So the holders of a shard of the model form a ring, working holders
 first, and each holder also keeps its predecessor's part. A standby owns no part, and keeps one. Where replicas share
-experts, those with the same experts form a ring of their own. If there is one of each only, all form one: then an
-expert's copy is with a worker that doesn't have it. Where several instances of the optimizer have each expert once,
-neighbours in a ring are in different instances and own the same part: then there are no copies.
+experts, those with the same experts form a ring of their own. If there is one of each only, all form one:
+then an expert's copy is with a worker that doesn't have it, and on another node, as far as can be. Where several
+instances of the optimizer have each expert once, neighbours in a ring are in different instances and own the same part:
+then there are no copies.
 
 Without a distributed optimizer every holder of a shard has all of its state. Only experts may be held once: where all
 replicas share them. Then the holders of a shard form a ring, too, and each keeps a copy of its predecessor's experts.
@@ -24,11 +25,13 @@ NodeOf = Callable[[int], int]
 """Tells a worker's node."""
 
 
-def rings_at(plan: ParallelPlan, coordinate: Coordinate) -> tuple[tuple[int, ...], ...]:
+def rings_at(plan: ParallelPlan, coordinate: Coordinate, node_of: NodeOf) -> tuple[tuple[int, ...], ...]:
     """The holders of one shard, in the rings that they form."""
     holders, shares = plan.grid.holders_of(coordinate), plan.expert_parallel
-    if shares in (1, len(holders)):
+    if shares == 1:
         return (holders,)
+    if shares == len(holders):
+        return (tuple(far_apart(holders, node_of)),)
     return tuple(holders[share::shares] for share in range(shares))
 
 
@@ -49,19 +52,19 @@ def keeps_copies(plan: ParallelPlan, instances: int) -> bool:
     return instances == 1 or len(plan.replicas) > instances * plan.expert_parallel
 
 
-def kept_copies(plan: ParallelPlan, instances: int) -> dict[int, int]:
+def kept_copies(plan: ParallelPlan, instances: int, node_of: NodeOf) -> dict[int, int]:
     """By each worker that keeps a copy, the owner of that part."""
     if not keeps_copies(plan, instances):
         return {}
-    return {buddy: owner for each in plan.grid.coordinates() for owner, buddy in copies_at(plan, each)}
+    return {buddy: owner for each in plan.grid.coordinates() for owner, buddy in copies_at(plan, each, node_of)}
 
 
-def copies_at(plan: ParallelPlan, coordinate: Coordinate) -> tuple[Edge, ...]:
+def copies_at(plan: ParallelPlan, coordinate: Coordinate, node_of: NodeOf) -> tuple[Edge, ...]:
     """Owners and buddies of the parts of one shard; empty if no other worker can have a part, too."""
     owners = plan.grid.workers_at(coordinate)
     return tuple(
         (owner, ring[(index + 1) % len(ring)])
-        for ring in rings_at(plan, coordinate)
+        for ring in rings_at(plan, coordinate, node_of)
         for index, owner in enumerate(ring)
         if owner in owners and len(ring) > 1
     )
@@ -105,11 +108,11 @@ def in_turns(edges: Sequence[Edge]) -> list[Edge]:
     return sorted(edges, key=lambda edge: (turns[edge], edge))
 
 
-def lost_parts(plan: ParallelPlan, survivors: Collection[int]) -> tuple[Coordinate, ...]:
+def lost_parts(plan: ParallelPlan, survivors: Collection[int], node_of: NodeOf) -> tuple[Coordinate, ...]:
     """The shards that have a part whose owner and buddy are both gone."""
     found = []
     for coordinate in plan.grid.coordinates():
-        buddies = dict(copies_at(plan, coordinate))
+        buddies = dict(copies_at(plan, coordinate, node_of))
         gone = (owner for owner in plan.grid.workers_at(coordinate) if owner not in survivors)
         if any(buddies.get(owner) not in survivors for owner in gone):
             found.append(coordinate)

@@ -35,7 +35,7 @@ class AsPlanned:
         return bytes_to_move(before, after, cost)
 
     def require_state(self, plan: ParallelPlan, health: Health, cost: JobCost) -> None:
-        require_state(plan, health, cost.training)
+        require_state(plan, health, cost.training, lambda worker: worker // cost.workers_per_node)
 
 
 AS_PLANNED: Final = AsPlanned()

@@ -34,7 +34,7 @@ def fatal_nodes(
             nodes = {node_of(worker) for worker in holders}
             if len(nodes) == 1:
                 found |= nodes
-        for owner, keeper in copies_at(plan, coordinate) if shared_optimizer else ():
+        for owner, keeper in copies_at(plan, coordinate, node_of) if shared_optimizer else ():
             if node_of(owner) == node_of(keeper):
                 found.add(node_of(owner))
     return frozenset(found)
@@ -49,7 +49,7 @@ def last_holders(
     Args:
         expert_copies: experts that are held once have a copy with another worker, without a shared optimizer.
     """
-    if plan.expert_parallel == 1 or (shared_optimizer and copies_at(plan, coordinate)):
+    if plan.expert_parallel == 1 or (shared_optimizer and copies_at(plan, coordinate, node_of)):
         return [plan.grid.holders_of(coordinate)]
     copies: tuple[Edge, ...] = ()
     if expert_copies and not shared_optimizer:

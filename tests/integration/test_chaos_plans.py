@@ -44,6 +44,11 @@ ARGUMENTS = {
 Held = Mapping[int, tuple[Shard, ...]]
 
 
+def one_node(worker: int) -> int:
+    """All workers are on it."""
+    return 0
+
+
 def held_under(plan: ParallelPlan, held: Held) -> Held:
     """What workers hold once they have changed to a plan; they can, and all of it is kept current."""
     full = spelled_out(plan, OWN)
@@ -147,10 +152,10 @@ def live_through(random: Random, cast: Cast, job: JobDescription) -> None:
             if random.random() < 0.5:
                 held |= {worker + cast.workers * (number + 1): () for worker in dead}
             try:
-                optimizer_after(plan, in_parts).require_all(held)
+                optimizer_after(plan, in_parts).require_all(held, one_node)
                 plan, _ = uniform_or_less(Survivors(shape, job.chunks, held, plan, plan, job, ARGUMENTS, cast.workers))
             except NoPlanError as error:
-                lost = lost_parts(plan, held) if in_parts else lacking(held, LAYERS)
+                lost = lost_parts(plan, held, one_node) if in_parts else lacking(held, LAYERS)
                 assert lost or len(held) < cast.replica_size, error
                 return
         held = check_that_none_is_lost(plan, held, job, in_parts)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from jobs import BF16, FP32, Job, Jobs, Tolerance, check_samples, tiny
+from jobs import BF16, FP32, Job, Jobs, Tolerance, check_samples, check_training, tiny
 from stock_runs import check_like_stock, like_stock_and_back, stock_steps
 from test_expert_parallelism import OPTIMIZER, SHARED, check_gone_on_from, degrees
-from test_nodes import FUSED
+from test_nodes import FUSED, free_port
 
 from megatron_resihp.control import exit_codes
 
@@ -50,6 +50,18 @@ def test_the_death_and_the_return_of_one_of_four_that_have_an_expert_each(jobs: 
     job = like_stock_and_back(jobs, layout=FOUR | {"train_iters": 14}, kill="kill:3@3:step")
     assert degrees(job) == [(4, 4), (1, 3), (4, 4)]
     assert len(keepers(job)) == len({*keepers(job).values()}) == 4
+
+
+@pytest.mark.parametrize("layout", [{}, OPTIMIZER], ids=["plain", "optimizer"])
+def test_a_node_dies_and_copies_of_its_experts_are_on_the_other_one(jobs: Jobs, layout: dict[str, Any]) -> None:
+    arguments = tiny(**FOUR, **layout)
+    reference = jobs.reference(arguments, workers=4)
+    coordinator = ["127.0.0.1", free_port()]
+    first, second = (jobs.start(arguments, workers=2, nodes=2, node=n, coordinator=coordinator) for n in range(2))
+    first.await_event("iteration", iteration=3)
+    second.kill()
+    check_training(first.wait(JOB_S), reference)
+    assert {death.worker for death in first.summary.deaths} == {2, 3}
 
 
 def test_an_expert_is_lost_with_the_worker_that_keeps_its_copy(jobs: Jobs) -> None:

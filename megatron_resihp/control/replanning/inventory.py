@@ -155,13 +155,13 @@ def without_experts(shards: tuple[Shard, ...]) -> tuple[Shard, ...]:
     return tuple(each._replace(**all_experts) for each in shards)
 
 
-def require_all_parts(running: ParallelPlan, survivors: Iterable[int]) -> None:
+def require_all_parts(running: ParallelPlan, survivors: Iterable[int], node_of: NodeOf) -> None:
     """Check that each part of a distributed optimizer has survived, with its owner or with the holder of its copy.
 
     Raises:
         NoPlanError: both the owner and the copy of some part are gone.
     """
-    lost = lost_parts(running, set(survivors))
+    lost = lost_parts(running, set(survivors), node_of)
     if lost:
         shards = ", ".join(f"stage {stage} TP rank {tp_rank}" for stage, tp_rank in lost)
         raise NoPlanError(f"a part of the optimizer's state of {shards} died with its copy", lost)

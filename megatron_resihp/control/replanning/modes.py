@@ -15,6 +15,7 @@ from megatron_resihp.executor.direct.order_check import check_order_of_plan
 from megatron_resihp.executor.route_check import check_plan
 from megatron_resihp.executor.routes import RouteError
 from megatron_resihp.plan import Chunk, Kept, ParallelPlan, PlanError, Shard, shortened, spelled_out
+from megatron_resihp.plan.copies import NodeOf
 from megatron_resihp.plan.parallel_plan import rounds_of
 from megatron_resihp.plan.spelling import coordinate_at
 from megatron_resihp.protocol.job import JobDescription
@@ -169,7 +170,7 @@ class OptimizerState(ABC):
     """Where the optimizer's state is, and so what can be made of what survivors hold."""
 
     @abstractmethod
-    def require_all(self, survivors: Iterable[int]) -> None:
+    def require_all(self, survivors: Iterable[int], node_of: NodeOf) -> None:
         """Raises NoPlanError if a part of the state died with its copy."""
 
     @abstractmethod
@@ -184,7 +185,7 @@ class OptimizerState(ABC):
 class WholeOptimizer(OptimizerState):
     """Every holder of a shard has all of the optimizer's state of that shard."""
 
-    def require_all(self, survivors: Iterable[int]) -> None:
+    def require_all(self, survivors: Iterable[int], node_of: NodeOf) -> None:
         """A holder of each shard is enough."""
 
     def without_parts_kept(self, plan: ParallelPlan) -> ParallelPlan:
@@ -200,9 +201,9 @@ class OptimizerInParts(OptimizerState):
     def __init__(self, ran: ParallelPlan | None) -> None:
         self._ran = ran
 
-    def require_all(self, survivors: Iterable[int]) -> None:
+    def require_all(self, survivors: Iterable[int], node_of: NodeOf) -> None:
         if self._ran is not None:
-            require_all_parts(self._ran, survivors)
+            require_all_parts(self._ran, survivors, node_of)
 
     def without_parts_kept(self, plan: ParallelPlan) -> ParallelPlan:
         return mode_of(plan).without_parts_kept(plan)

@@ -112,7 +112,7 @@ def outlook(job: JobDescription, size: JobSize, arguments: Mapping[str, Any], fe
             continue
         try:
             if job.distributed_optimizer:
-                require_all_parts(plan, held)
+                require_all_parts(plan, held, shape.node_of)
             copied = tuple(shard for keeper, shards in by_keeper.items() if keeper not in lost for shard in shards)
             survivors = Survivors(shape, job.chunks, held, plan, plan, job, dict(arguments), size.slots, copied=copied)
             following[name] = spelled_out(uniform_or_less(survivors)[0], job.chunks)

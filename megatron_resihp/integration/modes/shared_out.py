@@ -17,6 +17,7 @@ from megatron_resihp.integration.modes.mode import Migrated
 from megatron_resihp.integration.modes.uniform import UniformMode, UniformState
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.slice_state import HostFiller
+from megatron_resihp.integration.step.buddies import nodes_of_job
 from megatron_resihp.integration.step.optimizer_buddies import (
     join_ring,
     move_parts,
@@ -124,7 +125,7 @@ class SharedOutState(UniformState):
     @property
     def _copied(self) -> dict[int, int]:
         plan = self._view.plan
-        return kept_copies(plan, instances_under(plan, self._runtime.job.optimizer_instances))
+        return kept_copies(plan, instances_under(plan, self._runtime.job.optimizer_instances), nodes_of_job())
 
     def digests(self, trained: Trained) -> dict[str, str]:
         return self._digests(trained, self._runtime.held.kept)

@@ -5,15 +5,25 @@ Redundancy outlives replicas: a live worker that holds a shard stays a holder ev
 (DESIGN section 8). May import megatron, `plan` and `executor`.
 """
 
+import os
 from collections.abc import Iterator
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
+from megatron_resihp.control.node.environment import SLOTS
 from megatron_resihp.executor.groups.side_group import MakeSideGroup, SideGroup
 from megatron_resihp.integration.state.expert_biases import share_counts
 from megatron_resihp.integration.trained import Trained
 from megatron_resihp.plan import Coordinate, ParallelPlan
+from megatron_resihp.plan.copies import NodeOf
+from megatron_resihp.plan.slots import node_of
+
+
+def nodes_of_job() -> NodeOf:
+    """Tells a worker's node, as the coordinator tells it."""
+    slots, of_node = int(os.environ[SLOTS]), int(os.environ["LOCAL_WORLD_SIZE"])
+    return lambda worker: node_of(worker, slots, of_node)
 
 
 def keepers_of(plan: ParallelPlan, coordinate: Coordinate) -> tuple[int, ...]:

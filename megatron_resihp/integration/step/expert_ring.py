@@ -7,7 +7,6 @@ they have none, and moments. It takes each step itself, so only gradients cross.
 and this package.
 """
 
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -15,12 +14,12 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from megatron_resihp.control.node.environment import SLOTS
 from megatron_resihp.executor.groups.side_group import MakeSideGroup, Post, SideGroup
 from megatron_resihp.executor.transfer import receive_tensors, send_tensors, tell_all
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.room import free_on_host
 from megatron_resihp.integration.state.shard import group_steps
+from megatron_resihp.integration.step.buddies import nodes_of_job
 from megatron_resihp.integration.step.optimizer_buddies import HOST, Ring, places_said, shards_under
 from megatron_resihp.integration.step.optimizer_copy import ExpertCopy, PartCopy
 from megatron_resihp.integration.step.optimizer_shards import (
@@ -33,20 +32,13 @@ from megatron_resihp.integration.step.optimizer_shards import (
 )
 from megatron_resihp.integration.trained import Trained
 from megatron_resihp.plan import Coordinate, ParallelPlan
-from megatron_resihp.plan.copies import NodeOf, expert_copies_at, in_turns, kept_expert_copies
-from megatron_resihp.plan.slots import node_of
+from megatron_resihp.plan.copies import expert_copies_at, in_turns, kept_expert_copies
 
 LOAD: Final = 64 << 20
 """Bytes of gradients that are brought together to be sent, unless one parameter has more."""
 MOST_STATES: Final = 3
 """How many numbers an optimizer keeps at most of each that it steps, that one included; before its first step it has
 not said yet."""
-
-
-def nodes_of_job() -> NodeOf:
-    """Tells a worker's node, as the coordinator tells it."""
-    slots, of_node = int(os.environ[SLOTS]), int(os.environ["LOCAL_WORLD_SIZE"])
-    return lambda worker: node_of(worker, slots, of_node)
 
 
 def keepers_under(runtime: Runtime, plan: ParallelPlan) -> dict[int, int]:

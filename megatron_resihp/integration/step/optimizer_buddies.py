@@ -18,7 +18,7 @@ from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.expert_biases import share_counts
 from megatron_resihp.integration.state.parameter_slices import EXPERT
 from megatron_resihp.integration.state.shard import group_steps
-from megatron_resihp.integration.step.buddies import keepers_of
+from megatron_resihp.integration.step.buddies import keepers_of, nodes_of_job
 from megatron_resihp.integration.step.loss_scale import ready_gradients
 from megatron_resihp.integration.step.optimizer_copy import Kept, PartCopy
 from megatron_resihp.integration.step.optimizer_shards import (
@@ -56,7 +56,7 @@ class Ring(NamedTuple):
 
 def join_ring(plan: ParallelPlan, coordinate: Coordinate, me: int, make_group: MakeSideGroup) -> Ring | None:
     """This worker's edges; None if no worker keeps a copy of its shard's parts."""
-    edges = copies_at(plan, coordinate)
+    edges = copies_at(plan, coordinate, nodes_of_job())
     if not edges:
         return None
     group = make_group(f"copies/{coordinate.stage}/{coordinate.tp_rank}", plan.grid.holders_of(coordinate))

@@ -16,7 +16,7 @@ from megatron_resihp.cost.memory import check_plan, with_layers
 from megatron_resihp.cost.room import check_change
 from megatron_resihp.cost.training import Training
 from megatron_resihp.plan import Kept, Migration, ParallelPlan, PlanError, Replica, deal, even_counts
-from megatron_resihp.plan.copies import lost_parts
+from megatron_resihp.plan.copies import NodeOf, lost_parts
 from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.plan.spelling import shortened
 from megatron_resihp.planner.health import Health
@@ -59,7 +59,7 @@ def has_room_to_change(before: ParallelPlan, after: ParallelPlan, cost: JobCost)
     return True
 
 
-def require_state(plan: ParallelPlan, health: Health, training: Training) -> None:
+def require_state(plan: ParallelPlan, health: Health, training: Training, node_of: NodeOf) -> None:
     """Raises NoPlanError unless the live workers of a plan with layers hold the state of every layer together.
 
     Parts of a distributed optimizer are with their owners and with the workers that keep copies. Parameters are
@@ -68,7 +68,7 @@ def require_state(plan: ParallelPlan, health: Health, training: Training) -> Non
     alike = len({replica.shape for replica in plan.replicas}) == len(set(plan.replicas[0].shape)) == 1
     in_parts = alike and training.under(plan).distributed_optimizer
     require_parameters(replace(plan, expert_parallel=1, uneven_experts=0) if in_parts else plan, health)
-    lost = lost_parts(shortened(plan, plan.replicas[0].chunks), health.live) if in_parts else ()
+    lost = lost_parts(shortened(plan, plan.replicas[0].chunks), health.live, node_of) if in_parts else ()
     if lost:
         shards = ", ".join(f"stage {stage} TP rank {tp_rank}" for stage, tp_rank in lost)
         raise NoPlanError(f"a part of the optimizer's state of {shards} died with its copy")

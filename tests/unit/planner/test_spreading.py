@@ -18,7 +18,7 @@ from megatron_resihp.planner.spreading import fatal_nodes
 def ends_a_job(shape: JobShape, plan: ParallelPlan, node: int) -> bool:
     """Whether the survivors of a node lack something; found out by losing it."""
     survivors = [worker for worker in plan.members if shape.node_of(worker) != node]
-    if shape.distributed_optimizer and lost_parts(plan, survivors):
+    if shape.distributed_optimizer and lost_parts(plan, survivors, shape.node_of):
         return True
     try:
         plan_uniform(shape, {worker: plan.coordinate_of(worker) for worker in survivors}, plan)

@@ -75,7 +75,7 @@ class Plans:
         fewest = self._state.limits.min_workers
         if len(held) < fewest:
             raise NoPlanError(f"{len(held)} are left, fewer than --min-workers {fewest}")
-        self.optimizer.require_all(held)
+        self.optimizer.require_all(held, self._state.joining.node_of)
 
     def more_replicas(self, joining: set[int]) -> ParallelPlan:
         """The uniform plan for all members and these joining workers.

@@ -15,6 +15,7 @@ import pytest
 import torch
 from megatron.training import training
 
+from megatron_resihp.control.node.environment import SLOTS
 from megatron_resihp.integration.job import Job
 from megatron_resihp.integration.modes import heterogeneous, shared_out
 from megatron_resihp.integration.modes.choice import mode_of
@@ -33,6 +34,12 @@ LAYERS = (Chunk(0, 0, 6),)
 HETEROGENEOUS = ParallelPlan((Replica(((0,),), (0, 1), LAYERS), Replica(((1, 2),), (2,), LAYERS)), {3: None})
 OWN = OwnLayout(LAYERS, 1, 3, False, None)
 THREE_REPLICAS = ParallelPlan(tuple(Replica(((each,),), (each,)) for each in range(3)))
+
+
+@pytest.fixture(autouse=True)
+def all_on_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (SLOTS, "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "8")
 
 
 class Group:
