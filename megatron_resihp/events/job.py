@@ -39,6 +39,11 @@ class Job(Event):
         "`[context, experts, members]`: how many replicas may share each sequence and each layer's experts, and how "
         "many members of a stage have the same experts (0: all), the job's own first",
     ] = None
+    uneven_sharings: Annotated[
+        tuple[tuple[int, int], ...] | None,
+        "`[replicas, experts]`: how many replicas may share each layer's experts in unequal numbers, and how many "
+        "experts a layer has",
+    ] = None
     equal_rounds: Annotated[bool | None, "replicas that share experts must have equally many micro-batches"] = None
     chunks: Annotated[
         tuple[tuple[int, int, int], ...] | None, "`[stage, first, end]`: the layers of each stage at the start"

@@ -15,6 +15,8 @@ from megatron_resihp.cost.job import Array, JobCost
 from megatron_resihp.cost.memory import memory_of, with_layers
 from megatron_resihp.pipeline.compiled import compiled
 from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Shard
+from megatron_resihp.plan.experts import dealt_experts
+from megatron_resihp.plan.replica import experts_of
 
 Index = NDArray[np.int64]
 Shards = tuple[Shard, ...]
@@ -27,7 +29,8 @@ def bytes_to_move(before: ParallelPlan, after: ParallelPlan, cost: JobCost) -> d
     out.
 
     A worker lacks what its new shards hold and its old shards do not. A shard is a rectangle: layers × share of a
-    layer, from rank / degree to (rank + 1) / degree (uneven shards are treated as even), and of its experts likewise.
+    layer, from rank / degree to (rank + 1) / degree (uneven shards are treated as even). So is what it has of their
+    experts: layers × numbers of experts × share of each.
     If the optimizer is distributed over copies, a worker receives its share of it. Into a plan that doesn't distribute
     it, holders first get the rest of it for what they hold, and then all of it for what they lack.
 
@@ -95,7 +98,8 @@ def lacking_bytes(held: Sequence[Shards], wanted: Sequence[Shards], size: Array)
     _add_common(found, have, need, size)
     whole = np.zeros(len(wanted))
     rest, experts = size[:, need.end] - size[:, need.first]
-    np.add.at(whole, need.owner, (need.stop - need.start) * (rest + (need.expert_stop - need.expert_start) * experts))
+    own = (need.expert_stop - need.expert_start) * (need.cut_stop - need.cut_start)
+    np.add.at(whole, need.owner, (need.stop - need.start) * rest + own * experts)
     return np.where(found >= whole * (1 - _ROUNDING), 0.0, whole - found)
 
 
@@ -105,18 +109,21 @@ def _add_common(found: Array, have: "_Rectangles", need: "_Rectangles", size: Ar
     for i in range(len(have.owner)):
         for j in range(len(need.owner)):
             first, end = max(have.first[i], need.first[j]), min(have.end[i], need.end[j])
-            share = min(have.stop[i], need.stop[j]) - max(have.start[i], need.start[j])
-            if first < end and share > 0:
+            if first < end:
+                rest = min(have.stop[i], need.stop[j]) - max(have.start[i], need.start[j])
                 experts = min(have.expert_stop[i], need.expert_stop[j]) - max(
                     have.expert_start[i], need.expert_start[j]
                 )
-                common = size[0, end] - size[0, first] + max(experts, 0.0) * (size[1, end] - size[1, first])
-                found[have.owner[i], need.owner[j]] += share * common
+                cut = min(have.cut_stop[i], need.cut_stop[j]) - max(have.cut_start[i], need.cut_start[j])
+                found[have.owner[i], need.owner[j]] += max(rest, 0.0) * (size[0, end] - size[0, first])
+                found[have.owner[i], need.owner[j]] += (
+                    max(experts, 0.0) * max(cut, 0.0) * (size[1, end] - size[1, first])
+                )
 
 
 class _Rectangles(NamedTuple):
-    """Shards of several owners: layers first, …, end − 1, of each layer the share start to stop, and of its experts
-    likewise; each [shards].
+    """Shards of several owners: layers first, …, end − 1, of each layer the share start to stop, of its experts, in
+    order, likewise, and of each of these the cut likewise; each [shards].
     """
 
     owner: Index
@@ -126,17 +133,29 @@ class _Rectangles(NamedTuple):
     stop: Array
     expert_start: Array
     expert_stop: Array
+    cut_start: Array
+    cut_stop: Array
 
     @classmethod
     def of(cls, shards_of: Sequence[Shards]) -> "_Rectangles":
-        rows = np.array(
-            [(owner, *shard[:6]) for owner, shards in enumerate(shards_of) for shard in shards], np.int64
-        ).reshape(-1, 7)
+        found = [(owner, shard) for owner, shards in enumerate(shards_of) for shard in shards]
+        rows = np.array([(owner, shard.first, shard.end) for owner, shard in found], np.int64).reshape(-1, 3)
+        shares = np.array([_shares(shard) for _, shard in found]).reshape(-1, 6)
         # Contiguous, or Numba compiles each function once more.
-        owner, first, end, rank, degree, expert, experts = rows.T.copy()
-        return cls(
-            owner, first, end, rank / degree, (rank + 1) / degree, expert / experts, (expert + 1) / experts
-        )  # fmt: skip
+        return cls(*rows.T.copy(), *shares.T.copy())
+
+
+@lru_cache(maxsize=4096)
+def _shares(shard: Shard) -> tuple[float, ...]:
+    """From where to where a shard has a share of each layer, of its experts, and of each of these."""
+    part, all_experts = experts_of(shard), shard.uneven_experts
+    own = dealt_experts(all_experts, part.degree)[part.rank] if all_experts else range(part.rank, part.rank + 1)
+    experts = all_experts or part.degree
+    return (
+        shard.tp_rank / shard.tp_degree, (shard.tp_rank + 1) / shard.tp_degree,
+        own.start / experts, own.stop / experts,
+        part.cut / part.cuts, (part.cut + 1) / part.cuts,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=64)
@@ -158,7 +177,7 @@ def shards_held(plan: ParallelPlan, cost: JobCost) -> dict[int, tuple[Shard, ...
     held: dict[int, tuple[Shard, ...]] = {}
     first = with_layers(plan.replicas[0], cost.model)
     for number, replica in enumerate(plan.replicas):
-        experts = number % plan.expert_parallel, plan.expert_parallel
+        experts = number % plan.expert_parallel, plan.expert_parallel, plan.expert_members, plan.uneven_experts
         shards = _shards_of(with_layers(replica, cost.model).chunks, replica.shape, experts)
         for members, of_stage in zip(replica.stages, shards, strict=True):
             held.update(zip(members, of_stage, strict=True))
@@ -173,8 +192,8 @@ def shards_held(plan: ParallelPlan, cost: JobCost) -> dict[int, tuple[Shard, ...
 
 
 @lru_cache(maxsize=1024)
-def _shards_of(chunks: Sequence[Chunk], degrees: Sequence[int], experts: tuple[int, int]) -> list[list[Shards]]:
-    """The shards that each member of each stage holds; `experts`: which share of them, and of how many."""
+def _shards_of(chunks: Sequence[Chunk], degrees: Sequence[int], experts: tuple[int, ...]) -> list[list[Shards]]:
+    """The shards that each member of each stage holds. `experts`: as of `shards_at`."""
     return [
         [tuple(Shard(chunk.first, chunk.end, rank, degree, *experts) for chunk in of_stage) for rank in range(degree)]
         for of_stage, degree in zip(_by_stage(chunks, len(degrees)), degrees, strict=True)

@@ -7,7 +7,7 @@ Pure; imports `plan`, `protocol`, `events` and this package.
 from collections.abc import Collection, Iterable
 
 from megatron_resihp.control.replanning.change import Change
-from megatron_resihp.control.replanning.inventory import sharings_of
+from megatron_resihp.control.replanning.inventory import even_sharings_of, uneven_sharings_of
 from megatron_resihp.events.epochs import EpochStarted, Reconfiguration, Recovery
 from megatron_resihp.events.job import Job
 from megatron_resihp.events.training import Agreed
@@ -29,7 +29,8 @@ def job_described(worker: int, job: JobDescription) -> Job:
         context_parallel=job.context_parallel,
         expert_parallel=job.expert_parallel,
         expert_members=job.expert_members,
-        sharings=tuple((each.context, each.experts, each.members) for each in sharings_of(job)),
+        sharings=tuple((each.context, each.experts, each.members) for each in even_sharings_of(job)),
+        uneven_sharings=tuple((each.experts, each.uneven) for each in uneven_sharings_of(job)),
         equal_rounds=bool(job.equal_rounds),
         micro_batches=job.micro_batches,
         chunks=job.chunks,

@@ -85,14 +85,18 @@ def shape_of(job: JobDescription, workers_per_node: int) -> JobShape:
     """The sizes of a job, as its workers have told them."""
     return JobShape(
         job.tensor_parallel, job.pipeline_parallel, job.micro_batches, workers_per_node, job.micro_batch_group,
-        job.distributed_optimizer, job.spread_replicas, sharings_of(job) + uneven_sharings_of(job),
+        job.distributed_optimizer, job.spread_replicas, sharings_of(job),
         bool(job.equal_rounds), job.expert_copies,
     )  # fmt: skip
 
 
 def sharings_of(job: JobDescription) -> tuple[Sharing, ...]:
-    """How many replicas may share each sequence and each layer's experts in equal numbers, the job's own first.
-    Planners know these."""
+    """How many replicas may share each sequence and each layer's experts, the job's own numbers first."""
+    return even_sharings_of(job) + uneven_sharings_of(job)
+
+
+def even_sharings_of(job: JobDescription) -> tuple[Sharing, ...]:
+    """Those that share experts in equal numbers."""
     members = job.tensor_parallel if job.sequence_parallel else 1
     groups = job.tensor_parallel // (job.expert_members or job.tensor_parallel)
     context, sharers = job.context_parallel, job.expert_parallel

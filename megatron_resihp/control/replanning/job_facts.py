@@ -63,8 +63,9 @@ class JobFacts:
     @property
     def sharings(self) -> tuple[Sharing, ...]:
         """How many replicas may share each sequence and each layer's experts; the job's own numbers first."""
-        told = self.job.sharings if self.job is not None else None
-        return tuple(Sharing(*each) for each in told or ((),))
+        even, uneven = (self.job.sharings, self.job.uneven_sharings) if self.job is not None else (None, None)
+        dealt = (Sharing(1, replicas, 0, experts) for replicas, experts in uneven or ())
+        return (*(Sharing(*each) for each in even or ((),)), *dealt)
 
     def known(self) -> tuple[KnownJob, tuple[Chunk, ...]]:
         """What costs depend on, and the job's own split into layers."""

@@ -27,7 +27,8 @@ def by_speed(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
 
     They are those in force, those that `uniform` makes, and for each number of replicas that may share one in which
     those stay together that share now, and one in which all part that differ in speed. Both of these are tried with and
-    without their slowest workers.
+    without their slowest workers. Of numbers that deal experts unevenly, which are many, they have that of `uniform`
+    only.
 
     Raises:
         NoPlanError: too few survivors for one replica, or too little memory.
@@ -39,11 +40,14 @@ def by_speed(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
         own = plan.sharing
         alike = health.speed.keys() == set(plan.members)
         candidates.append(plan if alike else next_plan(plan.replicas, plan, health, cost, sharing=own))
+    tried = [sharing for sharing in cost.sharings if not sharing.uneven]
     try:
-        candidates.append(uniform(plan, health, cost))
+        plain = uniform(plan, health, cost)
+        candidates.append(plain)
+        tried += [plain.sharing] if plain.sharing.uneven else []
     except NoPlanError as error:
         reasons.append(str(error))
-    for sharing in cost.sharings:
+    for sharing in tried:
         try:
             candidates += _layouts(plan, health, cost, sharing)
         except NoPlanError as error:

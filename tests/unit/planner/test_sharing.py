@@ -135,6 +135,24 @@ class TestState:
         rest = sum(layer.parameters for layer in EXPERTS.layers[3:]) - 2 * experts
         assert bytes_to_move(plan_of(2), fresh, cost)[10] == pytest.approx(experts * (2 + 12 / 2) + rest * (2 + 12 / 4))
 
+    def test_experts_in_unequal_numbers_are_those_that_a_worker_has_and_lacks(self) -> None:
+        """Of four that have two of eight experts each, three are to have 3, 3 and 2."""
+        three = tuple(replace(each, stages=(each.stages[0],), chunks=WHOLE) for each in plan_of(1).replicas[:3])
+        pairs = tuple(replace(each, stages=(each.stages[0],), chunks=WHOLE) for each in plan_of(1).replicas)
+        one = 4 * 3 * 4096 * 14336 * 14  # an expert of each layer
+        moved = bytes_to_move(
+            ParallelPlan(pairs, expert_parallel=4), ParallelPlan(three, expert_parallel=3, uneven_experts=8), COST
+        )
+        assert {worker: each / one for worker, each in moved.items()} == pytest.approx({0: 1, 1: 2, 2: 2})
+
+    def test_members_of_a_stage_with_other_experts_each_keep_them(self) -> None:
+        """Two replicas of two members, of which each has a cut of half of the experts, or all of a quarter."""
+        rows = tuple(Replica(((2 * r, 2 * r + 1),), (2 * r, 2 * r + 1), WHOLE) for r in range(2))
+        cut, whole = ParallelPlan(rows, expert_parallel=2), ParallelPlan(rows, expert_parallel=2, expert_members=1)
+        one = 4 * 3 * 4096 * 14336 * 14
+        assert not bytes_to_move(whole, whole, COST)
+        assert [each / one for each in bytes_to_move(cut, whole, COST).values()] == pytest.approx([1] * 4)
+
     def test_one_death_loses_a_share_of_the_experts_that_lives_once(self) -> None:
         left = Health({worker: 1.0 for worker in range(8) if worker != 5})
         require_state(plan_of(2), left, COST.training, node_of)

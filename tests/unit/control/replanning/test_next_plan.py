@@ -8,8 +8,10 @@ from typing import Any, ClassVar
 
 import pytest
 
+from megatron_resihp.control.coordination.epoch_events import job_described
 from megatron_resihp.control.replanning.change import ChangeRefused, plan_to_change_to
 from megatron_resihp.control.replanning.inventory import Survivors, shape_of
+from megatron_resihp.control.replanning.job_facts import JobFacts
 from megatron_resihp.control.replanning.modes import mode_of
 from megatron_resihp.control.replanning.next_plan import Heard, StrategicPlan, uniform_plan
 from megatron_resihp.control.replanning.planning import answer
@@ -490,26 +492,34 @@ class TestUnequalNumbersOfExperts:
         shape = shape_of(replace(self.SHARED, **told), workers_per_node=4)
         assert list(dict.fromkeys(each.experts for each in shape.sharings)) == degrees
         assert [each.uneven for each in shape.sharings if each.experts == 3] == [8] * degrees.count(3)
+        facts = JobFacts()
+        facts.note(job_described(0, replace(self.SHARED, **told)))
+        assert facts.sharings == shape.sharings, "planners that follow the event log know the same"
 
     def test_three_share_where_memory_holds_them_and_not_all_of_each(self) -> None:
-        """Copies of parts of the optimizer have what was lost. Where each survivor may have all experts, it has."""
+        """Copies of parts of the optimizer have what was lost. Where each survivor may have all experts, it has. The
+        job's own strategy does as well."""
         arguments = {**ARGUMENTS, "num_experts": 8, "moe_ffn_hidden_size": 256, "use_distributed_optimizer": True}
         shape = shape_of(self.SHARED, workers_per_node=4)
         start = initial_plan(shape, 4)
         full = spelled_out(start, self.OWN)
         held = {worker: full.shards_of(worker) for worker in range(3)}
 
-        def plan(device_memory: int) -> ParallelPlan:
+        def survivors(device_memory: int) -> Survivors:
             job = replace(self.SHARED, device_memory=device_memory, memory_reserve=0.0, host_memory=2**30)
-            return uniform_plan(Survivors(shape, self.OWN, held, start, start, job, arguments, 4))[0]
+            return Survivors(shape, self.OWN, held, start, start, job, arguments, 4)
 
-        alone = plan(2**30)
+        alone, _ = uniform_plan(survivors(2**30))
         assert (alone.expert_parallel, len(alone.replicas), alone.uneven_experts) == (1, 3, 0)
         model, training = model_from_arguments(arguments), training_from_arguments(arguments)
         used = memory_of(spelled_out(alone, self.OWN), model, training)
-        shared = plan(max(use.total for use in used.values()) - 1)
+        left = survivors(max(use.total for use in used.values()) - 1)
+        shared, _ = uniform_plan(left)
         assert (shared.expert_parallel, shared.uneven_experts) == (3, 8) and not shared.standbys
         assert [len(replica.micro_batches) for replica in shared.replicas] == [3, 3, 2]
+        found = answer(PlannerRequest("joint", left.known, self.OWN, 4, 4, start, dict.fromkeys(held, 1.0)))
+        assert isinstance(found, PlanFound), found
+        assert (found.plan.expert_parallel, found.plan.uneven_experts) == (3, 8) and not found.plan.standbys
 
     @pytest.mark.parametrize(
         ("sharers", "experts", "why", "reason"),

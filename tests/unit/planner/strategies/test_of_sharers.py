@@ -104,6 +104,21 @@ def test_with_all_well_nothing_changes(name: str) -> None:
     assert ALL[name].strategy(plan, well(plan), cost).replicas == plan.replicas
 
 
+def test_by_speed_deals_experts_unevenly_where_uniform_plans_do() -> None:
+    """Three are left of four with two experts each, and none has room for four."""
+    plan, cost = of(sizes(1, 1, 4, expert=4))
+    uneven = Sharing(1, 3, 0, 8)
+    fewer = tuple(replace(each, micro_batches=(number,)) for number, each in enumerate(plan.replicas[:3]))
+    used = memory_of(ParallelPlan(fewer, expert_parallel=3, uneven_experts=8), cost.model, cost.training)
+    memory = max(use.total for use in used.values())
+    cost = replace(cost, sharings=(*cost.sharings, uneven), device=replace(cost.device, memory=memory))
+    for slow in (1.0, 0.9):
+        health = well(plan, 3, w1=slow)
+        found, plain = (strategy(plan, health, cost) for strategy in (BY_SPEED, UNIFORM))
+        assert found.sharing == plain.sharing == uneven
+        assert evaluate(found, health, cost).iteration_s <= evaluate(plain, health, cost).iteration_s
+
+
 class TestUniform:
     def test_the_rest_of_a_group_goes_on_with_fewer_sharers(self) -> None:
         plan, cost = of(sizes(1, 2, 4, expert=4))
