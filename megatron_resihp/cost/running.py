@@ -13,6 +13,7 @@ import numpy as np
 from megatron_resihp.config import HOST
 from megatron_resihp.cost.device import NETWORK_BANDWIDTH, Device, layer_work
 from megatron_resihp.cost.emulated import FLOPS, device_of, seconds_of
+from megatron_resihp.cost.exchange import exchange_seconds, nearest
 from megatron_resihp.cost.fitted.model import CostModel
 from megatron_resihp.cost.host_sums import HostSums
 from megatron_resihp.cost.job import UNTIL_NEXT_EVENT_S, Array, JobCost
@@ -70,7 +71,8 @@ def cost_of_job(
         device = device_of(profile, model, training, memory, workers)
         measured = seconds_of(profile, model, training, workers)
     elif fitted is not None:
-        alone = _fitted_seconds(fitted, model, training, own, job.tensor_parallel, shared.context)
+        exchanged = _exchanged(job, model, training, device, workers_per_node, 1 + max(each.stage for each in own))
+        alone = _fitted_seconds(fitted, model, training, own, job.tensor_parallel, shared.context, exchanged)
     through_host = job.carrier == HOST and not job.emulated
     return JobCost(
         model=model, training=training, device=device, micro_batches=job.micro_batches,
@@ -93,33 +95,50 @@ def _profile(name: str) -> DeviceProfile:
 
 
 def _fitted_seconds(
-    fitted: CostModel, model: Model, training: Training, own: Sequence[Chunk], degree: int, context: int
-) -> Array | None:
+    fitted: CostModel, model: Model, training: Training, own: Sequence[Chunk], degree: int, context: int,
+    exchanged: Array,
+) -> Array | None:  # fmt: skip
     """Seconds of F, B and W of each layer on a device alone, [3, layers]: each chunk's time, divided by FLOPs.
 
-    None if the fit is of other stages or chunks, or lacks some of them.
+    None if the fit is of other stages or chunks, or lacks some of them, or if what those that share exchange would have
+    taken longer than all that was measured.
 
     Args:
         context: how many replicas shared each sequence when the costs were learned: each did so small a part of a
             micro-batch.
+        exchanged: how long they exchanged in each layer meanwhile, which was measured with the rest, [3, layers].
     """
     stages = 1 + max(chunk.stage for chunk in own)
     if fitted.ops.gamma.shape[0] != stages or fitted.ops.gamma.shape[2] * stages < len(own):
         return None
     part = (np.full((stages, 1), whole / context) for whole in (training.tokens, training.squares))
-    durations = context * fitted.durations(np.arange(stages), *part)[..., 0]
+    durations = fitted.durations(np.arange(stages), *part)[..., 0]
     work = _work(model, training, degree)
     alone = np.zeros(work.shape)
     for number, (stage, first, end) in enumerate(own):
         of_chunk, measured = work[:, first:end], durations[stage, :, number // stages]
         for kinds, seconds in (([F], measured[F]), ([B, W], np.nansum(measured[[B, W]]))):
-            total = of_chunk[kinds].sum()
-            if not (seconds > 0 and total > 0):
+            total, computed = of_chunk[kinds].sum(), seconds - exchanged[kinds, first:end].sum()
+            if not (computed > 0 and total > 0):
                 return None
-            alone[kinds, first:end] = seconds * of_chunk[kinds] / total
+            alone[kinds, first:end] = context * computed * of_chunk[kinds] / total
     whole = _work(model, training, 1)
     share = np.divide(whole, work, out=np.ones_like(work), where=work > 0)
     return alone * share
+
+
+def _exchanged(
+    job: KnownJob, model: Model, training: Training, device: Device, workers_per_node: int, stages: int
+) -> Array:
+    """Seconds in which those that share sequences or experts in the job's own layout exchange, [3, layers]."""
+    shared = job.sharings[0]
+    if shared.together == 1 and training.expert_groups == 1:
+        return np.zeros((len(OpKind), len(model.layers)))
+    rows = [number // shared.context * (1 if job.pipeline_last else stages) for number in range(shared.together)]
+    firsts = [job.tensor_parallel * (number % shared.context + shared.context * row) for number, row in enumerate(rows)]
+    training = replace(training.as_plans_say(shared.experts), context_parallel=shared.context)
+    near = nearest([(first,) for first in firsts], workers_per_node)
+    return exchange_seconds(model, training, device, job.tensor_parallel, near)
 
 
 def _work(model: Model, training: Training, degree: int) -> Array:

@@ -42,6 +42,7 @@ class KnownJob:
         host_memory: bytes that each worker may take of the host's for its state; None: unknown.
         sharings: how many replicas may share each sequence and each layer's experts, the job's own numbers first.
         equal_rounds: those that share experts must have equally many micro-batches.
+        pipeline_last: Megatron's default order of ranks.
     """
 
     tensor_parallel: Degree
@@ -54,6 +55,7 @@ class KnownJob:
     host_memory: Natural | None = None
     sharings: tuple[Sharers, ...] = (Sharing(),)
     equal_rounds: bool = False
+    pipeline_last: bool = True
 
     @property
     def shares(self) -> bool:
@@ -76,6 +78,7 @@ class KnownJob:
             job.host_memory,
             sharings,
             bool(job.equal_rounds),
+            job.pipeline_last,
         )
 
 

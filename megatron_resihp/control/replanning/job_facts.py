@@ -76,6 +76,6 @@ class JobFacts:
         reserve = MEMORY_RESERVE if job.memory_reserve is None else job.memory_reserve
         known = KnownJob(
             job.tensor_parallel, job.micro_batches, arguments, job.emulated, job.device_memory, reserve,
-            job.carrier or HOST, job.host_memory, self.sharings, bool(job.equal_rounds),
+            job.carrier or HOST, job.host_memory, self.sharings, bool(job.equal_rounds), job.pipeline_last is not False,
         )  # fmt: skip
         return known, tuple(Chunk(*chunk) for chunk in job.chunks)

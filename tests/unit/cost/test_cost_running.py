@@ -25,7 +25,7 @@ from megatron_resihp.pipeline.op import OpKind
 from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Replica, even_chunks
 from megatron_resihp.plan.replica import shards_at
 from megatron_resihp.plan.rules import Sharing
-from megatron_resihp.planner.evaluation import evaluate
+from megatron_resihp.planner.evaluation import evaluate, run_of
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.search.quick import iteration_seconds
 from megatron_resihp.protocol.planning import KnownJob
@@ -149,6 +149,36 @@ def test_those_that_share_sequences_have_measured_their_parts() -> None:
     cost = cost_of_job(shared, 8, 8, OWN, fitted((0.3,), (0.5,), of_tokens=0.5))
     assert cost.seconds(2)[F, :3].sum() == pytest.approx(0.6)
     assert cost.shared(2, 1).seconds(2)[F, :3].sum() == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(
+    ("sharing", "pipeline_last", "workers_per_node", "near"),
+    [
+        (Sharing(1, 4), True, 2, 1), (Sharing(1, 4), True, 4, 2), (Sharing(1, 4), False, 4, 1),
+        (Sharing(4), True, 2, 1), (Sharing(2, 4), True, 4, 2), (Sharing(1, 4), True, 16, 4),
+        (Sharing(1, 2, 1), True, 2, 1),
+    ],
+    ids=["experts", "two on a node", "stages first", "sequences", "both", "one node", "members of a stage"],
+)  # fmt: skip
+def test_what_those_that_share_exchange_counts_once(
+    sharing: Sharing, pipeline_last: bool, workers_per_node: int, near: int
+) -> None:
+    """It was measured with the rest of their ops. The job's own plan takes what it was measured to take."""
+    experts = {**MODEL, "num_experts": 8, "moe_ffn_hidden_size": 512, "sequence_parallel": True, "seq_length": 1 << 16}
+    job = replace(JOB, arguments=experts, sharings=(sharing, Sharing()), pipeline_last=pipeline_last)
+    sent = cost_of_job(job, 16, workers_per_node, OWN, None).shared(sharing.context, sharing.experts).exchange(2, near)
+    least = 3 * max(sent.sum(), 1e-3)
+    measured = np.array([[least, 2 * least], [2 * least, 4 * least], [0, 0]])
+    cost = cost_of_job(job, 16, workers_per_node, OWN, fitted((least,), (2 * least,), of_tokens=1024 / sharing.context))
+    ids, hands = range(0, 16, 2), [(0, 1), (2, 3), (4, 5), (6, 7)]
+    stages = [ids[:4], ids[4:]] if pipeline_last else [ids[::2], ids[1::2]]
+    replicas = (
+        Replica(tuple((first[number], first[number] + 1) for first in stages), hands[number // sharing.context], OWN)
+        for number in range(4)
+    )
+    assert cost.alone is not None
+    plan, health = ParallelPlan(tuple(replicas), {}, (), False, *sharing), Health(dict.fromkeys(range(16), 1.0))
+    assert run_of(plan, 0, health, cost).seconds() == pytest.approx(measured)
 
 
 def test_replicas_that_share_are_of_the_jobs_own_size() -> None:
