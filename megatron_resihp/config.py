@@ -13,6 +13,7 @@ from typing import Any, Final
 INJECTION_POINTS = (
     "forward", "backward", "p2p", "grad-sync", "norm", "step", "gather", "between", "evaluate", "save",
     "recovery-report", "recovery-rebuild", "recovery-migrate", "recovery-ready",
+    "dispatch", "combine", "combine-backward", "dispatch-backward", "context", "context-backward",
 )  # fmt: skip
 
 UNIFORM: Final = "uniform"

@@ -32,11 +32,11 @@ def causal_mask(rank: int, workers: int, tokens: int) -> Tensor:
 
 def whole_sequence(own: Tensor, group: Any) -> Tensor:
     """Keys or values of all tokens of the sequence in their order, out of each worker's, [tokens, …]."""
-    gathered: Tensor = _Gathered.apply(own, group)
+    gathered: Tensor = Gathered.apply(own, group)
     return gathered
 
 
-class _Gathered(torch.autograd.Function):
+class Gathered(torch.autograd.Function):
     """All-gather forwards, reduce-scatter backwards."""
 
     @staticmethod

@@ -17,6 +17,9 @@ ITERATIONS = 14
 LAYERS = 6
 """Embedding and head included."""
 MIGRATING = "recovery-migrate"
+SHARED_EXPERTS = ("dispatch", "combine", "combine-backward", "dispatch-backward")
+SHARED_SEQUENCES = ("context", "context-backward")
+"""Where those that share them meet."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,8 @@ class Cast:
     def points(self) -> tuple[str, ...]:
         """Where fault injections can strike."""
         missing = {"save"} if "eval_interval" in self.model else {"save", "evaluate"}
+        missing |= {point for point in SHARED_EXPERTS if self.sharing.experts == 1}
+        missing |= {point for point in SHARED_SEQUENCES if self.sharing.context == 1}
         return tuple(point for point in INJECTION_POINTS if point not in missing and point != MIGRATING)
 
     def arguments(self) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from stock_runs import (
     NOTING,
     check_like_stock,
     check_that_training_shows,
+    like_stock,
     like_stock_and_back,
     losses_of,
     stock_losses,
@@ -97,6 +98,14 @@ def test_a_death_and_the_return_of_the_worker(jobs: Jobs) -> None:
     """Three workers have all experts each; with the fourth they share them again."""
     job = like_stock_and_back(jobs, layout=SHARED | {"train_iters": 14})
     assert degrees(job) == [(2, 4), (1, 3), (2, 4)]
+
+
+@pytest.mark.parametrize("layout", [{}, GATHERED], ids=["all to all", "gathered"])
+@pytest.mark.parametrize("point", ["dispatch", "combine", "combine-backward", "dispatch-backward"])
+def test_a_death_where_tokens_go_to_experts_and_back(jobs: Jobs, point: str, layout: dict[str, Any]) -> None:
+    """The second one leaves a pair, which shares experts again."""
+    job = like_stock(jobs, f"kill:1@3:{point}", f"kill:2@6:{point}", layout=SHARED | layout)
+    assert degrees(job) == [(2, 4), (1, 3), (2, 2)]
 
 
 def shared_by(degree: int, replicas: Sequence[Sequence[Sequence[int]]], members: int = 0) -> ParallelPlan:

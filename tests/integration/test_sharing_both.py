@@ -48,6 +48,12 @@ def test_a_death_and_the_return_of_the_worker(jobs: Jobs) -> None:
     assert degrees(job) == [(2, 2, 4), (1, 1, 3), (2, 2, 4)]
 
 
+@pytest.mark.parametrize("point", ["dispatch", "dispatch-backward", "context", "context-backward"])
+def test_a_death_where_those_that_share_meet(jobs: Jobs, point: str) -> None:
+    job = like_stock(jobs, f"kill:1@3:{point}", layout=BOTH)
+    assert degrees(job) == [(2, 2, 4), (1, 1, 3)]
+
+
 @pytest.mark.parametrize("point", ["forward", "backward", "grad-sync"])
 def test_a_death_at_any_point(jobs: Jobs, point: str) -> None:
     """The second one leaves a pair, which shares both again."""

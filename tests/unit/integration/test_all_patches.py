@@ -13,7 +13,7 @@ from megatron_resihp.integration import enable
 from megatron_resihp.integration.patches.experts.additional_rounds import patches_of as round_patches
 from megatron_resihp.integration.patches.experts.uneven import patches_of as uneven_patches
 from megatron_resihp.integration.patches.training import training_patches
-from megatron_resihp.integration.probes.injection_points import TARGETS, injection_patches
+from megatron_resihp.integration.probes.injection_points import IN_BACKWARD, TARGETS, injection_patches
 from megatron_resihp.integration.probes.patches import probe_patches
 from megatron_resihp.integration.releases import current
 from megatron_resihp.integration.streams.patches import patches_of as stream_patches
@@ -50,7 +50,7 @@ def test_every_target_is_named_once() -> None:
 
 def test_injections_hook_in_only_where_they_wait() -> None:
     assert [patch.target for patch in injection_patches(worker({"p2p", "norm"}))] == list(TARGETS["p2p"])
-    assert set(TARGETS) <= set(INJECTION_POINTS)
+    assert set(TARGETS | IN_BACKWARD) <= set(INJECTION_POINTS)
 
 
 @pytest.mark.parametrize("stand_in", [False, True])
