@@ -65,6 +65,12 @@ class Cast:
         return self.sharing != Sharing()
 
     @property
+    def uneven(self) -> int:
+        """How many experts a layer has, if they may be dealt in unequal numbers; 0: they may not."""
+        context, sharers, members, _ = self.sharing
+        return int(self.model["num_experts"]) if sharers > 1 and context == 1 and not members else 0
+
+    @property
     def together(self) -> int:
         """Workers of the smallest job of the same degrees."""
         return self.replica_size * self.sharing.together
@@ -126,7 +132,7 @@ def eight(*parts: Mapping[str, Any]) -> Cast:
 
 TWICE = eight(experts(2), PIPELINE, EVALUATING)
 ONCE = eight(experts(4), PIPELINE)
-"""Each expert lives once. Without the distributed optimizer, a death that is not by choice ends the job."""
+"""Each expert lives once, and another worker has a copy of it."""
 CUT = eight(experts(2, cuts=2), TENSOR)
 CUT_ONCE = eight(experts(4, cuts=2, dispatcher="allgather"), TENSOR)
 WHOLE = eight(experts(4), TENSOR, OVERLAP)
@@ -140,6 +146,9 @@ BOTH_WHOLE = eight(experts(2), SEQUENCES, TENSOR)
 """The members of a stage have all experts between them."""
 HALVES = Cast(4, 8, experts(2) | HALF, most_deaths=2)
 LONG_HALVES = Cast(4, 8, experts(2) | SEQUENCES | HALF | OVERLAP, most_deaths=2)
+QUARTERS = Cast(4, 8, experts(4) | {"num_experts": 8}, most_deaths=2)
+"""Three have 3, 3 and 2."""
 SHARING_CASTS = (
-    TWICE, LONG, BOTH, CUT, ONCE, LONG_TENSOR, HALVES, WHOLE, BOTH_ONCE, TURNS, CUT_ONCE, LONG_HALVES, BOTH_WHOLE,
+    QUARTERS, TWICE, LONG, BOTH, CUT, ONCE, LONG_TENSOR, HALVES, WHOLE, BOTH_ONCE, TURNS, CUT_ONCE, LONG_HALVES,
+    BOTH_WHOLE,
 )  # fmt: skip

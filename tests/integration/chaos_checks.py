@@ -14,7 +14,7 @@ from jobs import Job, Tolerance, check_training, difference_table
 from megatron_resihp.control import exit_codes
 from megatron_resihp.control.coordination.decisions.replay import Replay
 from megatron_resihp.control.head.decision_file import read_decisions
-from megatron_resihp.control.replanning.inventory import lacking
+from megatron_resihp.control.replanning.inventory import copied_experts, lacking
 from megatron_resihp.plan import Chunk, ParallelPlan, spelled_out
 from megatron_resihp.plan.copies import lost_parts
 from megatron_resihp.report.run.summary import compare
@@ -125,7 +125,8 @@ def must_end(job: Job) -> bool:
     """Whether the survivors of the last plan lack state; however few they are, there is memory enough for all of it.
 
     Where workers share experts or sequences, all plans are uniform ones. So there may also be too few survivors for a
-    replica. Where they share experts, the parts of a distributed optimizer have the experts, too.
+    replica. Where they share experts, the parts of a distributed optimizer have the experts, too. Without one, experts
+    that are held once have copies.
     """
     [told] = job.events("job")
     plan, full = last_plan(job)
@@ -134,6 +135,13 @@ def must_end(job: Job) -> bool:
     uniform = max(sharers, told["context_parallel"] or 1) > 1 or plan.expert_members
     too_few = uniform and len(held) < told["tensor_parallel"] * told["pipeline_parallel"]
     shared_out = told["distributed_optimizer"] and plan.not_uniform is None
-    lost = shared_out and bool(lost_parts(plan, held, lambda worker: 0))  # all are on one node
+    lost = shared_out and bool(lost_parts(plan, held, one_node))
     in_parts = shared_out and sharers > 1
-    return too_few or lost or (not in_parts and bool(lacking(held, full.replicas[0].chunks[-1].end)))
+    by_keeper = {} if shared_out else copied_experts(plan, full.replicas[0].chunks, held, one_node)
+    copied = [shard for shards in by_keeper.values() for shard in shards]
+    return too_few or lost or (not in_parts and bool(lacking(held, full.replicas[0].chunks[-1].end, copied=copied)))
+
+
+def one_node(worker: int) -> int:
+    """All workers are on it."""
+    return 0

@@ -42,7 +42,8 @@ def random_sharing_plan(random: Random, living: Sequence[int], cast: Cast) -> Pa
     then another one, to be refused."""
     while True:
         sharing = cast.sharing
-        context, experts = (random.choice(_divisors(degree)) for degree in sharing[:2])
+        context = random.choice(_divisors(sharing.context))
+        experts = random.choice(range(1, sharing.experts + 1) if cast.uneven else _divisors(sharing.experts))
         most = len(living) // (cast.replica_size * max(context, experts))
         if not most or random.random() < 0.1:
             return random_plan(random, living, cast.micro_batches)
@@ -56,7 +57,9 @@ def random_sharing_plan(random: Random, living: Sequence[int], cast: Cast) -> Pa
             for share in shares
             for _ in range(context)
         ]
-        return ParallelPlan(tuple(replicas), dict.fromkeys(workers), (), False, context, experts, sharing.members)
+        uneven = cast.uneven if cast.uneven % experts else 0
+        how = context, experts, sharing.members, uneven
+        return ParallelPlan(tuple(replicas), dict.fromkeys(workers), (), False, *how)
 
 
 def _divisors(number: int) -> list[int]:

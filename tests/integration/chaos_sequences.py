@@ -135,7 +135,7 @@ class _Author:
 
     def _victim(self, lethal: bool) -> int | None:
         victim = self.random.choice(self.living)
-        if lethal and self.deaths == self.cast.most_deaths + self.restarts:
+        if lethal and (self.deaths == self.cast.most_deaths + self.restarts or len(self.living) == 1):
             return None
         if lethal:
             self.deaths += 1

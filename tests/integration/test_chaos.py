@@ -20,8 +20,9 @@ from jobs import WISHING, Job, Jobs, ask_at, tiny
 
 SAMPLE = 12
 """A short one."""
-SHARING_SAMPLES = (1000, 1008)
-"""The same, of jobs whose workers share experts, or both experts and sequences."""
+SHARING_SAMPLES = (1002, 1064)
+"""The same: of a job whose workers share experts and sequences and have the distributed optimizer, and of one that
+deals experts in unequal numbers and keeps copies of them."""
 BOUND_S = 280.0
 """Far beyond what a sequence takes on a busy machine, and below any time-out of torch."""
 

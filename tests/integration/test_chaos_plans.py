@@ -8,10 +8,11 @@ from random import Random
 
 import pytest
 from chaos_casts import LAYERS, SHARING_CASTS, Cast
+from chaos_checks import one_node
 from chaos_plans import random_plan, random_sharing_plan
 
 from megatron_resihp.control.replanning.change import ChangeRefused, plan_to_change_to
-from megatron_resihp.control.replanning.inventory import Survivors, lacking, shape_of
+from megatron_resihp.control.replanning.inventory import Survivors, copied_experts, lacking, shape_of
 from megatron_resihp.control.replanning.modes import mode_of, optimizer_after
 from megatron_resihp.control.replanning.next_plan import uniform_or_less
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, Shard, spelled_out
@@ -42,11 +43,6 @@ ARGUMENTS = {
 }  # fmt: skip
 
 Held = Mapping[int, tuple[Shard, ...]]
-
-
-def one_node(worker: int) -> int:
-    """All workers are on it."""
-    return 0
 
 
 def held_under(plan: ParallelPlan, held: Held) -> Held:
@@ -139,6 +135,7 @@ def live_through(random: Random, cast: Cast, job: JobDescription) -> None:
     plan = initial_plan(shape, cast.workers, True)
     held: Held = all_shards(spelled_out(plan, job.chunks))
     for number in range(EVENTS):
+        copied: Held = {}
         if random.random() < 0.6:
             asked = random_sharing_plan(random, sorted(held), cast)
             try:
@@ -149,16 +146,22 @@ def live_through(random: Random, cast: Cast, job: JobDescription) -> None:
         else:
             dead = random.sample(sorted(held), min(random.choice((0, 1, 1, 2)), len(held)))
             held = {worker: shards for worker, shards in held.items() if worker not in dead}
+            if not in_parts:
+                copied = copied_experts(plan, job.chunks, held, one_node)
             if random.random() < 0.5:
                 held |= {worker + cast.workers * (number + 1): () for worker in dead}
             try:
                 optimizer_after(plan, in_parts).require_all(held, one_node)
-                plan, _ = uniform_or_less(Survivors(shape, job.chunks, held, plan, plan, job, ARGUMENTS, cast.workers))
+                survivors = Survivors(shape, job.chunks, held, plan, plan, job, ARGUMENTS, cast.workers, {}, tuple(
+                    shard for shards in copied.values() for shard in shards
+                ))  # fmt: skip
+                plan, _ = uniform_or_less(survivors)
             except NoPlanError as error:
-                lost = lost_parts(plan, held, one_node) if in_parts else lacking(held, LAYERS)
+                lost = lost_parts(plan, held, one_node) if in_parts else lacking(held, LAYERS, False, survivors.copied)
                 assert lost or len(held) < cast.replica_size, error
                 return
-        held = check_that_none_is_lost(plan, held, job, in_parts)
+        there = {worker: (*shards, *copied.get(worker, ())) for worker, shards in held.items()}
+        held = check_that_none_is_lost(plan, there, job, in_parts)
 
 
 def changed(asked: ParallelPlan, plan: ParallelPlan, job: JobDescription, held: Held) -> ParallelPlan:

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import pytest
 from chaos_casts import MIGRATING
+from chaos_checks import must_end
 from chaos_sequences import FIRST_SHARING, LONG_PAUSE_S, RECOVERY_POINTS, Sequence, random_sequence
 
 from megatron_resihp.config import Injection, Slowdown
+from megatron_resihp.plan import ParallelPlan, Replica
 
 SEEDS = 200
 OFTEN = 20
@@ -70,6 +73,7 @@ SHARING: dict[str, Callable[[Sequence], bool]] = {
         (plan.context_parallel, plan.expert_parallel) != sequence.cast.sharing[:2] and plan.not_uniform is None
         for _, plan in sequence.plans
     ),
+    "unequal numbers of experts": lambda sequence: any(plan.uneven_experts for _, plan in sequence.plans),
     "uneven": lambda sequence: any(
         plan.not_uniform is None and len({len(replica.micro_batches) for replica in plan.replicas}) > 1
         for _, plan in sequence.plans
@@ -93,6 +97,28 @@ def test_each_way_to_share_is_in_many_sequences() -> None:
     for name, test in SHARING.items():
         shared_out = {sequence.distributed_optimizer for sequence in sequences if test(sequence)}
         assert shared_out == {False, True}, name
+
+
+class Ended:
+    """A job of four workers with an expert each, which some of them have outlived."""
+
+    def __init__(self, *dead: int, optimizer: bool = False) -> None:
+        replicas = tuple(Replica(((worker,),), (worker,)) for worker in range(4))
+        plan = ParallelPlan(replicas, expert_parallel=4).to_dict()
+        told = {"chunks": [[0, 0, 4]], "expert_parallel": 4, "context_parallel": 1, "tensor_parallel": 1,
+                "pipeline_parallel": 1, "distributed_optimizer": optimizer}  # fmt: skip
+        self._events = {"job": [told], "epoch_started": [{"plan": plan}],
+                        "worker_dead": [{"dead": worker} for worker in dead]}  # fmt: skip
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return self._events[name]
+
+
+@pytest.mark.parametrize("optimizer", [False, True])
+def test_a_job_goes_on_as_long_as_each_expert_or_its_copy_is_there(optimizer: bool) -> None:
+    """Copies go around as 0, 2, 1, 3."""
+    for dead, ends in (((), False), ((1,), False), ((0, 1), False), ((1, 3), True), ((0, 1, 2), True)):
+        assert must_end(cast(Any, Ended(*dead, optimizer=optimizer))) == ends, dead
 
 
 def test_a_seed_is_a_sequence() -> None:
