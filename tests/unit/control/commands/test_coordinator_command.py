@@ -12,6 +12,7 @@ import pytest
 from served import CONNECT_S
 
 from megatron_resihp.cli import command_parser, main
+from megatron_resihp.control import keys
 from megatron_resihp.control.commands.claim import Owner
 from megatron_resihp.control.commands.contact import Contact
 from megatron_resihp.control.commands.coordinator_command import options_of
@@ -106,7 +107,9 @@ def serve(seat: Seat, stack: ExitStack) -> None:
     """As `Headquarters` begins."""
     assert seat.listener is not None
     stack.enter_context(closing(StoreServer(seat.listener, seat.secret)))
-    publish(stack.enter_context(closing(connect(seat.address, seat.secret, CONNECT_S))), seat.size, None)
+    store = stack.enter_context(closing(connect(seat.address, seat.secret, CONNECT_S)))
+    publish(store, seat.size, None)
+    store.set(keys.RUN, seat.token)
 
 
 @pytest.mark.parametrize("node", [0, 1])
