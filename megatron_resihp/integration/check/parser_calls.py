@@ -36,6 +36,8 @@ def shows_all_flags(script: ast.Module, read: Mapping[str, ast.Module], lacking:
     own = [script, *(tree for name, tree in read.items() if not name.startswith("megatron."))]
     if any(_name(call) in LOADING for tree in own for call in _calls(tree) if not _is_of_a_spec(call)):
         return False
+    if any(map(_touches_command_line, own)):
+        return False
     parsing = [call for call in _calls(script) if _name(call) in PARSING]
     if not parsing or any(_name(call) in PARSING for tree in own[1:] for call in _calls(tree)):
         return False
@@ -51,6 +53,15 @@ def _is_clear(call: ast.Call, script: ast.Module, read: Mapping[str, ast.Module]
         return False
     provider = keywords.get(PROVIDER)
     return provider is None or all(_adds_in_sight(each, script, read) for each in _branches(provider))
+
+
+def _touches_command_line(tree: ast.AST) -> bool:
+    """Whether a script may take words out before they are parsed, or have another function parse them."""
+    nodes = list(ast.walk(tree))
+    imported = (alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names)
+    named = (node.attr for node in nodes if isinstance(node, ast.Attribute))
+    changed = (node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+    return "argv" in {*imported, *named} or any(name in PARSING for name in changed)
 
 
 def _branches(value: ast.expr) -> list[ast.expr]:

@@ -113,8 +113,12 @@ def _is_megatrons(file: Path, roots: Sequence[Path]) -> bool:
 
 def _added_by(call: ast.Call) -> Iterator[str]:
     if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument":
-        texts = (each.value for each in call.args if isinstance(each, ast.Constant))
-        yield from (text for text in texts if isinstance(text, str) and text.startswith("--"))
+        texts = [each.value for each in call.args if isinstance(each, ast.Constant)]
+        flags = [text for text in texts if isinstance(text, str) and text.startswith("--")]
+        yield from flags
+        if any(each.arg == "action" and not isinstance(each.value, ast.Constant) for each in call.keywords):
+            # argparse.BooleanOptionalAction adds these, too.
+            yield from (f"--no-{flag.removeprefix('--')}" for flag in flags)
 
 
 def _defaults_in(call: ast.Call) -> dict[str, Any]:

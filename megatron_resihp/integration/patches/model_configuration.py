@@ -63,6 +63,6 @@ def _everything_installed() -> Iterator[None]:
             setattr(module, name, value)
 
 
-def _found(*_: Any) -> bool:
+def _found(*_: Any, **__: Any) -> bool:
     """Stands for a kernel, which is not called, or for what looks for one."""
     return True

@@ -47,7 +47,8 @@ def with_fitting_sizes(args: argparse.Namespace) -> argparse.Namespace:
     sharers = members * args.expert_model_parallel_size * args.pipeline_model_parallel_size
     fitting.world_size = math.lcm(replica, sharers) * args.num_distributed_optimizer_instances
     fitting.global_batch_size = (args.micro_batch_size or 1) * (fitting.world_size // replica)
-    fitting.eval_global_batch_size = fitting.step_batch_size_schedule = fitting.rampup_batch_size = None
+    fitting.eval_global_batch_size = fitting.eval_micro_batch_size = None
+    fitting.step_batch_size_schedule = fitting.rampup_batch_size = None
     return fitting
 
 
@@ -91,8 +92,8 @@ def check_instances(args: argparse.Namespace) -> None:
 def check_batches(args: argparse.Namespace) -> None:
     """Of validated arguments: whether each replica gets micro-batches that its pipeline can run."""
     replicas = args.world_size // size_of_replica(args)
-    evaluated = args.eval_global_batch_size
-    if evaluated // args.micro_batch_size < replicas:
+    evaluated, size = args.eval_global_batch_size, args.eval_micro_batch_size or args.micro_batch_size
+    if evaluated // size < replicas:
         flag = f"--eval-global-batch-size {evaluated}"
         raise ConfigError(f"{flag} gives {replicas} replicas less than one micro-batch each; raise it")
     if args.virtual_pipeline_model_parallel_size is not None:

@@ -181,6 +181,14 @@ def test_what_those_that_share_exchange_counts_once(
     assert run_of(plan, 0, health, cost).seconds() == pytest.approx(measured)
 
 
+def test_an_estimate_of_the_exchange_does_not_explain_away_what_was_measured() -> None:
+    """Of a network that is faster than is assumed."""
+    experts = {**MODEL, "num_experts": 8, "moe_ffn_hidden_size": 512, "sequence_parallel": True, "seq_length": 1 << 16}
+    job = replace(JOB, arguments=experts, sharings=(Sharing(1, 4, 1), Sharing()))
+    alone = cost_of_job(job, 16, 2, OWN, fitted((1e-6,), (2e-6,), of_tokens=1024)).alone
+    assert alone is not None and alone[F].sum() > 0
+
+
 def test_replicas_that_share_are_of_the_jobs_own_size() -> None:
     experts = {**MODEL, "num_experts": 8, "moe_ffn_hidden_size": 512, "sequence_parallel": True}
     told = replace(JOB, arguments=experts, sharings=(Sharing(1, 4, 1), Sharing(1, 2, 1)), equal_rounds=True)

@@ -25,6 +25,11 @@ def test_flags_and_defaults_of_a_script_and_of_what_it_imports(tmp_path: Path) -
     assert found.defaults == {"tokenizer_type": "GPT2BPETokenizer"}
 
 
+def test_a_flag_that_has_an_opposite(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("p.add_argument('--freeze', action=argparse.BooleanOptionalAction)")
+    assert read_script(tmp_path / "train.py").added == {"--freeze", "--no-freeze"}
+
+
 def test_modules_of_packages_and_of_other_folders(tmp_path: Path) -> None:
     """Of Megatron's own, those that the script names: what they import is not the script's."""
     files = {
@@ -81,6 +86,9 @@ def test_a_script_all_of_whose_flags_are_seen(tmp_path: Path, text: str) -> None
         PROVIDES + "    still_more(group)\n" + PARSES % "extra_args_provider=more",
         "def more(parser): return models.add_model_args(parser)\n" + PARSES % "extra_args_provider=more",
         "pretrain(datasets, model, kind, step, None, more)",
+        "import sys\nsys.argv = [word for word in sys.argv if word != '--own']\n" + PARSES % "",
+        "from sys import argv\nargv.remove('--own')\n" + PARSES % "",
+        "arguments.parse_args = partial(arguments.parse_args, ignore_unknown_args=True)\n" + PARSES % "",
     ],
 )
 def test_a_script_that_may_have_other_flags(tmp_path: Path, text: str) -> None:

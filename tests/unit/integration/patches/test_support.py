@@ -241,6 +241,10 @@ def test_values_that_cannot_be(
     assert all(word in line for word in words)
 
 
+def test_evaluations_may_have_smaller_micro_batches(check: Check) -> None:
+    assert check(*COMMON, "--eval-micro-batch-size", "1", "--eval-global-batch-size", "2").switched_on
+
+
 @pytest.mark.since_megatron("0.19")
 def test_an_interval_that_megatron_itself_needs(
     check: Check, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
