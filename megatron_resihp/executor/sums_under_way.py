@@ -7,6 +7,7 @@ Then no workers wait for each other in a circle: those that have the first bucke
 """
 
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import AbstractContextManager
 from queue import SimpleQueue
@@ -49,6 +50,10 @@ class SumsUnderWay:
         self._error: BaseException | None = None
         self.norms: list[torch.Tensor] = []
         self._thread = threading.Thread(target=self._serve, name="resihp-sums", daemon=True)
+        self._left = len(buckets)
+
+    def begin(self) -> None:
+        """Wait for gradients from now on."""
         self._thread.start()
 
     def final(self, number: int, moments: Iterable[Moment]) -> None:
@@ -65,20 +70,29 @@ class SumsUnderWay:
         self._thread.join()
         if self._error is not None:
             raise self._error
+        if self._left:
+            raise RuntimeError(f"{self._left} of {len(self._buckets)} buckets of gradients are not summed")
 
     def give_up(self) -> None:
         """Begin no more sums for which gradients are missing. A sum under way goes on until it is interrupted."""
         self._final.put(None)
 
     def join(self) -> None:
-        """Wait until the thread uses no gradients any more; it was given up, and its waits are interrupted."""
+        """Wait until the thread uses no gradients any more, and let go of all that it used; its waits are
+        interrupted."""
+        self.give_up()
         self._thread.join()
+        error, self._error = self._error, None
+        while error is not None:
+            # Its frames hold groups, which have to be freed in a thread that may wait for that (`groups.retired`).
+            traceback.clear_frames(error.__traceback__)
+            error = error.__context__
 
     def _serve(self) -> None:
         try:
             with self._on_device(), torch.no_grad():
                 self._sum()
-        except Exception as error:
+        except BaseException as error:
             self._error = error
 
     def _sum(self) -> None:
@@ -95,3 +109,4 @@ class SumsUnderWay:
                 views = [view for piece in bucket.slices for _, view in self._views[piece]]
                 self.norms += torch._foreach_norm(views) if views else []
             sum_gradients([bucket], self._views, self._contributed)
+            self._left -= 1

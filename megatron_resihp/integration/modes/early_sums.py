@@ -57,6 +57,7 @@ class EarlySums:
         )
         self.final = FinalGradients(watched, [step.op for step in steps], self._sums.final, _moment)
         self.final.begin(range(len(buckets)))
+        self._sums.begin()
 
     def finish(self) -> None:
         """Wait for all of these sums. Raises every error of theirs."""

@@ -108,6 +108,7 @@ class HeterogeneousMode(Mode):
         super().close()
         if self._early is not None:
             self._early.join()
+            self._early = None
         self._buckets, self._direct = [], None
         vars(self).pop("_exchange", None)
 

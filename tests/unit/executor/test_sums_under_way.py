@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -57,7 +59,9 @@ def begin(*layers: int, group: Any, norms: bool = False) -> tuple[SumsUnderWay, 
     gradients = {layer: torch.full((4,), float(layer)) for layer in layers}
     views = {Slice(layer, 0): [("weight", gradient)] for layer, gradient in gradients.items()}
     buckets = [Bucket((piece,), group) for piece in views]
-    return SumsUnderWay(buckets, views, set(views), norms, nullcontext), gradients
+    sums = SumsUnderWay(buckets, views, set(views), norms, nullcontext)
+    sums.begin()
+    return sums, gradients
 
 
 def test_a_sum_begins_when_its_gradients_are_final_and_those_before_it_are_summed() -> None:
@@ -93,9 +97,26 @@ def test_an_error_of_a_sum_is_raised_where_it_is_waited_for_and_nothing_is_summe
 def test_sums_that_are_given_up_wait_for_no_gradients() -> None:
     sums, gradients = begin(2, 1, group=Noting())
     sums.final(1, [])
-    sums.give_up()
     sums.join()
+    with pytest.raises(RuntimeError, match="2 of 2 buckets of gradients are not summed"):
+        sums.finish()
     assert gradients[2].tolist() == [2.0] * 4 and gradients[1].tolist() == [1.0] * 4
+
+
+def test_a_failed_sum_keeps_no_group_once_it_is_let_go_of() -> None:
+    """Or the collector frees the group later, in a thread in which that may take for ever."""
+    group = Noting(ConnectionError("peer is gone"))
+    freed = weakref.ref(group)
+    sums, _ = begin(1, group=group)
+    sums.final(0, [])
+    gc.collect()
+    gc.disable()
+    try:
+        sums.join()
+        del sums, group
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 class Together:
@@ -181,6 +202,7 @@ def test_workers_of_any_plan_get_through_in_whatever_order_their_gradients_becom
         gradients = {piece: torch.ones(2) for bucket in buckets for piece in bucket.slices}
         views = {piece: [("weight", gradient)] for piece, gradient in gradients.items()}
         sums = SumsUnderWay(buckets, views, set(views), False, nullcontext)
+        sums.begin()
         under_way.append((sums, source.sample(range(len(buckets)), len(buckets))))
         for piece, gradient in gradients.items():
             found[piece].append(gradient)
