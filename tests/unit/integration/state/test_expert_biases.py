@@ -111,7 +111,7 @@ def test_a_step_changes_them_once_also_if_it_is_skipped(skipped: bool) -> None:
     model = chunk()
     runtime: Any = SimpleNamespace(
         held=SimpleNamespace(live=trained(model), shards=(SHARD,), kept=None, copy=None, extra=ExtraState()),
-        progress=SimpleNamespace(stage=None),
+        progress=SimpleNamespace(stage=None), job=SimpleNamespace(args=SimpleNamespace(qk_clip=False)),
         mode=SimpleNamespace(step=lambda optimizer: None, averaging=None),
     )  # fmt: skip
     runtime.held.live.optimizer.get_parameters = list
