@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 UNLIKE_REPLICAS: Final[Mapping[str, str]] = {
-    "overlap_grad_reduce": "what the members of a stage hold whole is summed after the backward pass, as norms are; with "
-    "--resihp-carrier device all gradients are",
+    "overlap_grad_reduce": "what the members of a stage hold whole is summed after the backward pass, as norms are; "
+    "with --resihp-carrier device all gradients are",
     "overlap_param_gather": "no parameters are gathered",
     "overlap_param_gather_with_optimizer_step": "no parameters are gathered",
     "defer_embedding_wgrad_compute": "the head's weight gradients are computed in its backward pass",

@@ -37,9 +37,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
         yield served
 
 
-def test_an_earlier_runs_secret_is_looked_at_again_until_the_new_one_is_seen(
-    served: Served, tmp_path: Path
-) -> None:
+def test_an_earlier_runs_secret_is_looked_at_again_until_the_new_one_is_seen(served: Served, tmp_path: Path) -> None:
     looks: list[float] = []
 
     def pause(seconds: float) -> None:
