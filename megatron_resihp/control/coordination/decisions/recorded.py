@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import Final, Self
 
-from megatron_resihp.control.coordination.actions import Action, Limits
+from megatron_resihp.control.coordination.actions import Action, Limits, Phase
 from megatron_resihp.control.coordination.decisions.entries import (
     Began,
     CoordinatorFailed,
@@ -68,20 +68,22 @@ class Recorded:
         write: Write = lambda lines: None,
         run: str = "",
     ) -> None:
-        self._go_on(Membership(size, limits, self._plan), 0, next_plan, write)
+        self._go_on(Membership(size, limits, self._plan), 0, 0.0, next_plan, write)
         write([line_of(Began(__version__, size, self.state.limits, run))])
 
     @classmethod
     def after(cls, replay: Replay, next_plan: NextPlan, write: Write) -> Self:
         """The state machine that has folded a log, and goes on where that ends."""
         going_on = cls.__new__(cls)
-        going_on._go_on(replay.membership, replay.steps, next_plan, write)
+        going_on._go_on(replay.membership, replay.steps, replay.now, next_plan, write)
         replay.planner = going_on._plan
         return going_on
 
-    def _go_on(self, membership: Membership, number: int, next_plan: NextPlan, write: Write) -> None:
+    def _go_on(
+        self, membership: Membership, number: int, noted_at: float, next_plan: NextPlan, write: Write
+    ) -> None:  # fmt: skip
         self._membership = membership
-        self._number = number
+        self._number, self._noted_at = number, noted_at
         self._next_plan = next_plan
         self._write = write
         self._lines: list[str] = []
@@ -111,7 +113,7 @@ class Recorded:
         """Time has passed.
 
         What nothing waits for is not noted. What decides nothing yet is noted at once with what comes next: a link that
-        has failed is remembered for an hour, in which there may be nothing else to write.
+        has failed is remembered for an hour, in which there may be nothing else to write, and etcd may be away.
         """
         quiet_s = self.state.quiet_s
         self._passed_s = self._passed_s + passed_s if quiet_s < inf else 0.0
@@ -126,8 +128,14 @@ class Recorded:
         return self._after_time(CoordinatorFailed(reason, unpublished), now)
 
     def take_over(self, by: str, now: float) -> list[Action]:
-        """Go on in the place of a coordinator that was lost; when this returns, that is written."""
-        actions = self._step(TakenOver(by), now)
+        """Go on in the place of a coordinator that was lost; when this returns, that is written.
+
+        While only a failed link was remembered, the one before has not noted how much time passed (see `tick`). So the
+        time since its last step counts, by the clocks of both.
+        """
+        quiet_s = 0.0 if self.state.phase is Phase.ENDED else self.state.quiet_s
+        self._passed_s = min(max(0.0, now - self._noted_at), quiet_s) if quiet_s < inf else 0.0
+        actions = self._after_time(TakenOver(by), now)
         self.write_down()
         return actions
 
@@ -164,7 +172,7 @@ class Recorded:
         self, fed: Fed, now: float, letter: str | None, said: str, reached: int | None, page: Place | None,
         actions: list[Action], error: str | None = None,
     ) -> None:  # fmt: skip
-        self._number += 1
+        self._number, self._noted_at = self._number + 1, now
         self._reached, self._page = self.state.job.reached, self.state.job.pages.last
         answers, names, digest = tuple(self._answers), names_of(actions), digest_of(actions)
         step = Step(self._number, now, fed, letter, reached, page, answers, names, digest, error)

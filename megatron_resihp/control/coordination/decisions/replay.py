@@ -45,12 +45,13 @@ class Replay:
     Attributes:
         membership: in the state that the steps so far have led to.
         steps: how many these are.
+        now: Unix time of the last one.
         planner: is asked, once a run goes on where its log ends; until then the log answers.
     """
 
     def __init__(self, began: Began) -> None:
         self.membership = Membership(began.size, began.limits, lambda survivors: self.planner(survivors))
-        self.steps = 0
+        self.steps, self.now = 0, 0.0
         self.planner: NextPlan = self._plan
         self._answers: deque[PlannerSaid] = deque()
         self._error: str | None = None
@@ -63,7 +64,7 @@ class Replay:
         """
         for step in steps:
             actions = self._take(step)
-            self.steps = step.number
+            self.steps, self.now = step.number, step.now
             yield step, actions
 
     def _take(self, step: Step) -> list[Action]:

@@ -93,6 +93,25 @@ def test_while_a_link_is_remembered_nothing_is_written_until_something_is_decide
     assert notices(job.wait(1.0)) == [PlanChange], "the link is good again"
 
 
+def test_each_coordinator_that_takes_over_counts_the_time_since_the_last_decision() -> None:
+    """The one before has written nothing since, and is lost with what it knows."""
+    job = without_node_2()
+    for worker in (10, 11):
+        job.now += GOOD_S / 3  # what that one counts is lost
+        job.membership.take_over("process 7 on login", job.now)
+        [refused] = events(job.come_back(worker), "change_refused")
+    assert refused.reason.endswith(f", {GOOD_S / 3:.0f} s from now")
+    job.now += GOOD_S
+    assert notices(job.membership.take_over("process 8 on login", job.now)) == [PlanChange]
+
+
+def test_a_coordinator_whose_clock_is_behind_takes_over() -> None:
+    job = without_node_2()
+    job.membership.take_over("process 7 on login", job.now - 100.0)
+    [refused] = events(job.come_back(10), "change_refused")
+    assert refused.reason.endswith(f", {GOOD_S:.0f} s from now")
+
+
 @pytest.fixture
 def links() -> FailedLinks:
     """Of nodes of two workers each."""
