@@ -43,12 +43,13 @@ class WandbRun:
 
     def write(self, page: LogPage) -> None:
         rows = [row for row in page.rows if row.step is None or row.step >= self._first]
-        if page.rows and not rows:
+        earlier = page.call == 0 and page.iteration < self._first
+        if not rows and (page.rows or earlier):
             return  # a coordinator before this one has written the page
         if page.config:
             self._run.config.update(page.config, allow_val_change=True)
         for note in page.checkpoints:
-            (self._save if note.saved else self._use)(note)
+            self._tell_of(note)
         for values, step in rows:
             self._run.log(values, step=step)
 
@@ -64,6 +65,14 @@ class WandbRun:
         files = set(own.parent.glob(f"*-{self._run.id}/*.wandb")) - set(own.glob("*.wandb"))
         return 1 + max((step for file in files for step in _steps(file, began)), default=-1)
 
+    def _tell_of(self, note: CheckpointNote) -> None:
+        """Tell W&B of a checkpoint, which may be deleted by now, or unknown to it. Rows come after it."""
+        try:
+            (self._save if note.saved else self._use)(note)
+        except Exception as error:
+            does = "take" if note.saved else "know"
+            print(f"resihp: W&B does not {does} {note.path}: {error}", file=sys.stderr, flush=True)
+
     def _save(self, note: CheckpointNote) -> None:
         """Log a checkpoint as an artifact, by reference."""
         directory, checkpoint = Path(note.directory), Path(note.path).resolve()
@@ -75,14 +84,11 @@ class WandbRun:
         (directory / TRACKER).write_text(f"{self._run.entity}/{self._run.project}")
 
     def _use(self, note: CheckpointNote) -> None:
-        """Say that the job goes on from a checkpoint, which W&B may not know."""
+        """Say that the job goes on from a checkpoint."""
         directory = Path(note.directory)
         tracker = directory / TRACKER
         project = f"{tracker.read_text().strip()}/" if tracker.is_file() else ""
-        try:
-            self._run.use_artifact(f"{project}{directory.stem}:{Path(note.path).stem}")
-        except Exception as error:
-            print(f"resihp: W&B does not know {note.path}: {error}", file=sys.stderr, flush=True)
+        self._run.use_artifact(f"{project}{directory.stem}:{Path(note.path).stem}")
 
 
 def _steps(file: Path, began: float) -> Iterator[int]:
