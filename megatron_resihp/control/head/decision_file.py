@@ -8,7 +8,10 @@ the file does not tell. May import: the standard library and this package's modu
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import secrets
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Final
 
@@ -32,16 +35,43 @@ class DecisionFile:
 
     def write(self, lines: Sequence[str]) -> None:
         """Append lines, as of `entries.line_of`."""
+        self._try(partial(self._append, lines))
+
+    def take_over(self, lines: Sequence[str]) -> None:
+        """Go on with a run in a file of its own, in the place of this one, with what earlier runs have left there.
+
+        Another process that has written this one may not know yet that it must not, or be on another machine. It writes
+        on where nobody reads.
+
+        Args:
+            lines: all of the run, as others know it. The file may have fewer.
+        """
+        self._try(partial(self._go_on, lines))
+
+    def _append(self, lines: Sequence[str]) -> None:
+        before = b""
+        if self._file is None:
+            self._file = _opened(self._path)
+            if os.fstat(self._file).st_size:  # an earlier run may have been killed in the middle of a line
+                before = b"\n"
+        _write_all(self._file, before + _text(lines))
+
+    def _go_on(self, lines: Sequence[str]) -> None:
+        own = self._path.with_name(f".{FILE_NAME}.{secrets.token_hex(4)}")
+        earlier = _before(self._path, _text(lines[:1]))
+        try:
+            self._file = _opened(own)
+            _write_all(self._file, earlier + _text(lines))
+            own.replace(self._path)
+        except OSError:
+            own.unlink(missing_ok=True)
+            raise
+
+    def _try(self, write: Callable[[], None]) -> None:
         if self._given_up:
             return
-        data = "".join(f"{line}\n" for line in lines).encode()
         try:
-            if self._file is None:
-                self._file = _opened(self._path)
-                if os.fstat(self._file).st_size:  # an earlier run may have been killed in the middle of a line
-                    data = b"\n" + data
-            while data:
-                data = data[os.write(self._file, data) :]
+            write()
         except OSError as error:
             self._given_up = True
             warn(f"resihp: {self._path} can't be written ({error.strerror}); what is decided can't be replayed")
@@ -56,6 +86,25 @@ def _opened(path: Path) -> int:
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, MODE)
     os.fchmod(file, MODE)
     return file
+
+
+def _before(path: Path, first: bytes) -> bytes:
+    """What a file has before a line, on lines of its own; all, if it doesn't have that one."""
+    try:
+        with path.open("rb") as file:
+            before = b"".join(takewhile(lambda line: line != first, file))
+    except FileNotFoundError:
+        return b""
+    return before if before.endswith(b"\n") or not before else before + b"\n"
+
+
+def _text(lines: Sequence[str]) -> bytes:
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def _write_all(file: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(file, data) :]
 
 
 def read_decisions(run_dir: Path) -> Decisions:

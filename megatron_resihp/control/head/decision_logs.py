@@ -47,10 +47,11 @@ class DecisionLogs:
             self._etcd.write(lines)
         # Only now is it known that no other has gone on. The file may lack the last ones.
         before, self._before = self._before, None
-        if before is not None:
+        if before is None:
+            self._file.write(lines)
+        else:
             entries: list[Entry] = [before.began, *before.steps]
-            self._file.write([line_of(each) for each in entries])
-        self._file.write(lines)
+            self._file.take_over([*map(line_of, entries), *lines])
 
     def close(self) -> None:
         self._file.close()
