@@ -20,10 +20,12 @@ class KeptRecords:
 
     Args:
         run_dir: where they are kept.
+        taken_over: from a coordinator before this one.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, taken_over: bool = False) -> None:
         self._run_dir = run_dir
+        self._taken_over = taken_over
         self._recorder: Recorder | None = None
         self._kept = 0
 
@@ -31,7 +33,7 @@ class KeptRecords:
         """Begin the recording of a job."""
         try:
             known = {name: value for name, value in plain(job).items() if name != "event"}
-            self._recorder = Recorder(self._run_dir / FILE_NAME, known)
+            self._recorder = Recorder(self._run_dir / FILE_NAME, known, self._taken_over)
         except (OSError, RecordingError) as error:
             return [failed("recording", error)]
         return []

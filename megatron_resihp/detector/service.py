@@ -30,7 +30,7 @@ from megatron_resihp.events import detection as told
 from megatron_resihp.events.detection import Detection, DetectionResumed, Validation
 from megatron_resihp.events.epochs import EpochStarted
 from megatron_resihp.events.event import Event
-from megatron_resihp.events.job import Job, RunStarted
+from megatron_resihp.events.job import CoordinatorReplaced, Job, RunStarted
 from megatron_resihp.plan import Chunk, ParallelPlan
 from megatron_resihp.plan.layers import interleaves
 from megatron_resihp.plan.slots import node_of
@@ -46,17 +46,20 @@ class DetectionService:
         run_dir: where records and the cost model are kept.
         order: takes notices for all workers.
         slow: what a coordinator before this one has said of workers and links that were slow last.
+        taken_over: there was one. Until it is known that it leads no more, nothing is written.
     """
 
     def __init__(
-        self, run_dir: Path, order: Callable[[ValidationOrder], None], slow: Iterable[told.Verdict] = ()
-    ) -> None:
+        self, run_dir: Path, order: Callable[[ValidationOrder], None], slow: Iterable[told.Verdict] = (),
+        taken_over: bool = False,
+    ) -> None:  # fmt: skip
         self._order = order
         self._inquiries: Inquiries | None = None
         self._run_dir = run_dir
         self._places = self._workers_per_node = 1
         self._job: Job | None = None
-        self._records = KeptRecords(run_dir)
+        self._taken_over = taken_over
+        self._records = KeptRecords(run_dir, taken_over)
         self._assembler = Assembler()
         self._monitor: Monitor | None = None
         self._layout: Layout | None = None
@@ -80,7 +83,10 @@ class DetectionService:
                 if event.gemm is not None:
                     m, n, k = event.gemm
                     self._inquiries = Inquiries((m, n, k))
-                return self._records.open(event) + self._load(event.cost_model)
+                opened = [] if self._taken_over else self._records.open(event)
+                return opened + self._load(event.cost_model)
+            case CoordinatorReplaced() if self._job is not None:
+                return self._records.open(self._job) + self._note_layout()
             case EpochStarted():
                 plan = ParallelPlan.from_dict(event.plan)
                 self._standbys = frozenset(plan.standbys)
@@ -131,7 +137,11 @@ class DetectionService:
         else:
             self._monitor.change_layout(layout)
         self._keeper.begin(layout)
-        return self._records.write(lambda recorder: recorder.layout(layout))
+        return self._note_layout()
+
+    def _note_layout(self) -> list[Event]:
+        layout = self._layout
+        return [] if layout is None else self._records.write(lambda recorder: recorder.layout(layout))
 
     def _judge(self, completed: Iterable[IterationObservations]) -> list[Event]:
         events: list[Event] = []

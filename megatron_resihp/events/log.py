@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 import threading
 import time
@@ -22,6 +21,7 @@ from megatron_resihp.events.codec import UnusableEventError, plain, read_event
 from megatron_resihp.events.event import Event
 from megatron_resihp.events.job import RunStarted
 from megatron_resihp.events.nonfinite import jsonable
+from megatron_resihp.events.own_file import in_place_of
 from megatron_resihp.events.training import Iteration
 
 FILE_NAME: Final = "events.jsonl"
@@ -57,21 +57,13 @@ class EventLog:
             self._torn = False
 
     def take_over(self) -> None:
-        """Go on in a file of its own, with all that is in this one, and in its place. Another process that has written
-        this one may not know yet that it must not, or be on another machine. It writes on where nobody reads.
+        """Go on in a file of its own, with all that is in this one, and in its place; see `own_file`.
 
         Raises:
             OSError: that can't be, and this file is gone on with.
         """
         with self._lock:
-            own = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}")
-            try:
-                shutil.copyfile(self.path, own)
-                file = _opened(own)
-                own.replace(self.path)
-            except OSError:
-                own.unlink(missing_ok=True)
-                raise
+            file = in_place_of(self.path, lambda own: _opened(Path(shutil.copyfile(self.path, own))))
             before, self._file = self._file, file
             self._torn = not _ends_with_newline(file)
         if before is not None:

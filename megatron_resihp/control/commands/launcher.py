@@ -249,7 +249,8 @@ def _open_headquarters(options: LaunchOptions, seat: Seat, mailbox: Mailbox) -> 
     if seat.before is not None:
         slow = still_slow(read_last_run(seat.run_dir / EVENTS, Verdict))
         healthy = read_first_epoch(seat.run_dir / EVENTS, HEALTHY)
-    detection = Detection(lambda: _make_judge(seat.run_dir, requests.validate, slow), bus)
+    taken_over = seat.before is not None
+    detection = Detection(lambda: _make_judge(seat.run_dir, requests.validate, slow, taken_over), bus)
     replanner = Replanner(seat.run_dir, size, bus, requests.change_plan)
     began = None if seat.before is None else seat.before.began_at
     logbook = Logbook(bus, Term(seat.token, began, seat.holds.is_followed), before=healthy)
@@ -284,10 +285,12 @@ def catch_up(before: Succession, slow: Sequence[Verdict], bus: EventBus, sink: E
         bus.publish(event)
 
 
-def _make_judge(run_dir: Path, order: Callable[[ValidationOrder], None], slow: Sequence[Verdict]) -> Judge:
+def _make_judge(
+    run_dir: Path, order: Callable[[ValidationOrder], None], slow: Sequence[Verdict], taken_over: bool
+) -> Judge:  # fmt: skip
     from megatron_resihp.detector.service import DetectionService
 
-    return DetectionService(run_dir, order, slow)
+    return DetectionService(run_dir, order, slow, taken_over)
 
 
 def _introduce(

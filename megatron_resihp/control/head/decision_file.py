@@ -2,13 +2,12 @@
 """The log of decisions as a file in the run directory: RUN_DIR/decisions.jsonl, one entry a line.
 
 Each line is with the system before anything of it is carried out, so that a killed coordinator has done nothing that
-the file does not tell. May import: the standard library and this package's modules.
+the file does not tell. May import: the standard library, `events` and this package's modules.
 """
 
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import takewhile
@@ -17,6 +16,7 @@ from typing import Final
 
 from megatron_resihp.control.coordination.decisions.reading import Decisions, Read, UnusableError, decisions_in
 from megatron_resihp.control.terminal import warn
+from megatron_resihp.events.own_file import in_place_of
 
 FILE_NAME: Final = "decisions.jsonl"
 MODE: Final = 0o600
@@ -38,10 +38,8 @@ class DecisionFile:
         self._try(partial(self._append, lines))
 
     def take_over(self, lines: Sequence[str]) -> None:
-        """Go on with a run in a file of its own, in the place of this one, with what earlier runs have left there.
-
-        Another process that has written this one may not know yet that it must not, or be on another machine. It writes
-        on where nobody reads.
+        """Go on with a run in a file of its own, in the place of this one, with what earlier runs have left there; see
+        `events.own_file`.
 
         Args:
             lines: all of the run, as others know it. The file may have fewer.
@@ -57,15 +55,14 @@ class DecisionFile:
         _write_all(self._file, before + _text(lines))
 
     def _go_on(self, lines: Sequence[str]) -> None:
-        own = self._path.with_name(f".{FILE_NAME}.{secrets.token_hex(4)}")
         earlier = _before(self._path, _text(lines[:1]))
-        try:
-            self._file = _opened(own)
-            _write_all(self._file, earlier + _text(lines))
-            own.replace(self._path)
-        except OSError:
-            own.unlink(missing_ok=True)
-            raise
+
+        def made(own: Path) -> int:
+            file = _opened(own)
+            _write_all(file, earlier + _text(lines))
+            return file
+
+        self._file = in_place_of(self._path, made)
 
     def _try(self, write: Callable[[], None]) -> None:
         if self._given_up:

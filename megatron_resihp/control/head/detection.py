@@ -19,7 +19,7 @@ from megatron_resihp.events.bus import EventBus
 from megatron_resihp.events.detection import DetectionFailed, Validation
 from megatron_resihp.events.epochs import EpochStarted
 from megatron_resihp.events.event import Event, stamped
-from megatron_resihp.events.job import Job, RunStarted
+from megatron_resihp.events.job import CoordinatorReplaced, Job, RunStarted
 
 LOOK_S: Final = 0.2
 WAITING: Final = 4096
@@ -64,7 +64,7 @@ class Detection:
         self._judge: Judge | None = None
         self._news: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._closing = threading.Event()
-        bus.subscribe(self._news.put, RunStarted, Job, EpochStarted, Validation)
+        bus.subscribe(self._news.put, RunStarted, Job, EpochStarted, Validation, CoordinatorReplaced)
         self._thread = threading.Thread(target=self._run, name="resihp-detection", daemon=True)
         self._thread.start()
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores the records of a run on disk, so that they can be judged again later. Imports `coding` and this package.
+"""Stores the records of a run on disk, so that they can be judged again later. Imports `coding`,
+`events` and this package.
 
 A file consists of frames: kind, length, payload. A run and each epoch's layout have frames of their own, so a file may
 hold several runs; the last one counts. A killed writer leaves an incomplete frame at the end, which readers report and
@@ -7,15 +8,18 @@ writers remove.
 """
 
 import json
+import shutil
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
 from megatron_resihp.coding import FILE, WrongValueError, decode, encode
 from megatron_resihp.detector.input.observations import Layout
+from megatron_resihp.events.own_file import in_place_of
 
 FILE_NAME: Final = "iterations.bin"
 _MAGIC = b"RIHPREC\x01"
@@ -35,14 +39,18 @@ class _Frame(IntEnum):
 class Recorder:
     """Appends a run to a file. Every method raises OSError if the disk fails."""
 
-    def __init__(self, path: Path, job: Mapping[str, Any]) -> None:
-        """`job`: what later readers should know about the job, as JSON.
+    def __init__(self, path: Path, job: Mapping[str, Any], taken_over: bool = False) -> None:
+        """Begin.
+
+        Args:
+            job: what later readers should know about the job, as JSON.
+            taken_over: from a coordinator that may still write the file; see `events.own_file`.
 
         Raises:
             RecordingError: the file exists and is no recording.
             OSError: the file cannot be opened.
         """
-        self._file = path.open("ab+")
+        self._file = in_place_of(path, partial(_copied, path)) if taken_over else path.open("ab+")
         if self._file.tell():
             # An incomplete frame of an earlier run would hide all that follows it.
             self._file.truncate(_scan(self._file, path).end)
@@ -67,6 +75,15 @@ class Recorder:
 
     def _write(self, kind: _Frame, payload: bytes) -> None:
         self._file.write(_FRAME.pack(kind, len(payload)) + payload)
+
+
+def _copied(path: Path, own: Path) -> BinaryIO:
+    """A copy of a file, if that is there."""
+    try:
+        shutil.copyfile(path, own)
+    except FileNotFoundError:
+        pass
+    return own.open("ab+")
 
 
 class Recording:

@@ -82,9 +82,9 @@ def record(worker: int, iteration: int, *, epoch: int = 0, speed: float = 1.0, s
 class Job:
     """A job that is told to a service."""
 
-    def __init__(self, run_dir: Path, slow: Sequence[Any] = (), **job: Any) -> None:
+    def __init__(self, run_dir: Path, slow: Sequence[Any] = (), taken_over: bool = False, **job: Any) -> None:
         self.orders: list[ValidationOrder] = []
-        self.service = DetectionService(run_dir, self.orders.append, slow)
+        self.service = DetectionService(run_dir, self.orders.append, slow, taken_over)
         self.events: list[Any] = []
         self.tell(event="run_started", world_size=REPLICAS, nproc_per_node=REPLICAS, most_nodes=1)
         self.tell(event="job", global_batch_size=16, train_iters=1000, false_alarms_per_job=0.01,
@@ -390,6 +390,20 @@ def test_a_recording_does_not_grow_for_ever(job: Job, monkeypatch: pytest.Monkey
     assert [event.part for event in job.named("detection_failed")] == ["recording"]
     assert 5_000 < (tmp_path / FILE_NAME).stat().st_size < 15_000
     assert job.named("detection")[0].records == 9 * REPLICAS
+
+
+def test_who_takes_over_records_once_the_one_before_leads_no_more(job: Job, tmp_path: Path) -> None:
+    job.run(range(1, 10))
+    path = tmp_path / FILE_NAME
+    before = path.read_bytes()
+    after = Job(tmp_path, taken_over=True)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+    after.tell(event="coordinator_replaced", by="process 7 on login")
+    after.run(range(10, 12))
+    job.run(range(10, 20))
+    layout, *messages = Recording(path)
+    assert not isinstance(layout, bytes) and layout.epoch == 0 and len(messages) == 2 * REPLICAS
+    assert path.read_bytes().startswith(before) and not after.events
 
 
 def test_who_came_back_is_on_the_node_of_its_place(job: Job, tmp_path: Path) -> None:

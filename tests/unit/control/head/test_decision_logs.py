@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_resihp.control.coordination.actions import Limits
 from megatron_resihp.control.coordination.decisions.entries import Began, Step, TakenOver, line_of
 from megatron_resihp.control.coordination.decisions.reading import Decisions
-from megatron_resihp.control.coordination.state_machine.state import Limits
 from megatron_resihp.control.head.decision_file import FILE_NAME, DecisionFile, read_decisions
 from megatron_resihp.control.head.decision_logs import DecisionLogs
 from megatron_resihp.control.job_size import JobSize

@@ -111,6 +111,36 @@ def test_a_run_after_a_killed_one_is_whole(tmp_path: Path) -> None:
     assert list(recording)[1:] == [b"new"]
 
 
+@pytest.mark.parametrize("cut", [0, 1])
+def test_what_the_coordinator_before_still_records_is_not_in_the_file(tmp_path: Path, cut: int) -> None:
+    """It may be stopped, or cut off on another machine, and in the middle of a record."""
+    path = tmp_path / "r"
+    before = Recorder(path, {"job": "first"})
+    before.message(b"one")
+    before.message(b"two")
+    before.flush()
+    if cut:
+        path.write_bytes(path.read_bytes()[:-cut])
+    after = Recorder(path, {"job": "second"}, taken_over=True)
+    after.layout(LAYOUT)
+    after.flush()
+    before.message(b"late")
+    before.close()
+    after.message(b"three")
+    after.flush()
+    recording = Recording(path)
+    assert recording.job == {"job": "second"} and not recording.cut
+    assert list(recording)[1:] == [b"three"]
+    assert b"one" in path.read_bytes(), "what was there is kept"
+    after.close()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_one_that_takes_over_where_there_is_no_file_makes_it(tmp_path: Path) -> None:
+    Recorder(tmp_path / "r", {"job": "second"}, taken_over=True).close()
+    assert Recording(tmp_path / "r").job == {"job": "second"}
+
+
 @pytest.mark.parametrize(("content", "says"), [(b"", "not a recording"), (b"no recording at all", "not a recording")])
 def test_another_file_is_refused_in_one_line(tmp_path: Path, content: bytes, says: str) -> None:
     (tmp_path / "r").write_bytes(content)
