@@ -82,7 +82,7 @@ def step(number: int, said: str = "", characters: int = 0) -> Step:
 
 
 def log_of(leader: Leadership) -> EtcdLog:
-    return EtcdLog(leader, threading.Event())
+    return EtcdLog(leader, threading.Event(), "token")
 
 
 def lapse(leader: Leadership, gateway: Gateway) -> None:
@@ -225,6 +225,10 @@ class TestLog:
     def test_a_run_that_begins_ends_the_log_of_those_before(self, place: Location) -> None:
         """At once: there is no moment at which etcd has neither."""
         later = step(1, "later", characters=1_200_000)
+        nodes = [f"{place.known(run)}3" for run in ("earlier", "token", "zeroth")]
+        with closing(Gateway(place)) as gateway:
+            for node in nodes:
+                gateway.transact({}, Put(node, b"1"), ())
         for entries in ([BEGAN, step(1, characters=1_200_000), step(2)], [BEGAN, later]):
             with closing(Leadership(place)) as leader, closing(log_of(leader)) as log:
                 for entry in entries:
@@ -234,6 +238,7 @@ class TestLog:
             assert [held.key for held in gateway.all(*place.entries)] == [place.entry(4), place.entry(5)]
             pieces = [held.key for held in gateway.all(f"{place.run}/pieces/", f"{place.run}/pieces0")]
             assert pieces == [place.piece(5, 0), place.piece(5, 1)]
+            assert [held.key for held in gateway.all(f"{place.run}/known/", f"{place.run}/known0")] == nodes[1:2]
 
     def test_long_ones_are_read_page_by_page(self, place: Location) -> None:
         steps = tuple(map(step, range(1, 80)))
@@ -315,7 +320,7 @@ class TestLog:
                 lapse(second, second.gateway())
                 log.write([line_of(step(1))])
                 lapse(first, first.gateway())
-                later = EtcdLog(second, threading.Event(), read.last)
+                later = EtcdLog(second, threading.Event(), "token", read.last)
                 with closing(later), pytest.raises(UnrecordedError, match="has decisions of another job"):
                     later.write([line_of(step(1, "without it"))])
         assert read_etcd_decisions(place).steps == (step(1),)
@@ -341,7 +346,7 @@ class TestLog:
     def test_nobody_waits_once_the_job_is_over(self, place: Location) -> None:
         over = threading.Event()
         over.set()
-        with closing(Leadership(place)) as leader, closing(EtcdLog(leader, over)) as log:
+        with closing(Leadership(place)) as leader, closing(EtcdLog(leader, over, "token")) as log:
             log._gateway = Gateway(Location((Address("127.0.0.1", 1),), "run"))
             with pytest.raises(UnrecordedError, match="the job is over"):
                 log.write([line_of(BEGAN)])

@@ -67,7 +67,7 @@ class First:
         self.file.write_text(json.dumps({"store": f"{HOST}:1", "token": run, "apart": apart}))
         (run_dir / "secret").write_text("a secret of this job\n")
         self._leadership = Leadership(place)
-        self._log = EtcdLog(self._leadership, threading.Event())
+        self._log = EtcdLog(self._leadership, threading.Event(), run)
         with closing(Gateway(place)) as gateway:
             self.lease_of_nodes = gateway.grant(300)
             for node in nodes:

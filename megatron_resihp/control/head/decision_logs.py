@@ -26,15 +26,17 @@ class DecisionLogs:
     Args:
         leadership: in etcd; None: the file is the only log.
         closing: once it is set, etcd is not waited for.
+        run: the run's token.
         before: decisions in etcd that these come after; None: the job begins.
     """
 
     def __init__(
-        self, run_dir: Path, leadership: Leadership | None, closing: threading.Event, before: Decisions | None = None
+        self, run_dir: Path, leadership: Leadership | None, closing: threading.Event, run: str,
+        before: Decisions | None = None,
     ) -> None:  # fmt: skip
         self._file = DecisionFile(run_dir)
         after = None if before is None else before.last
-        self._etcd = None if leadership is None else EtcdLog(leadership, closing, after)
+        self._etcd = None if leadership is None else EtcdLog(leadership, closing, run, after)
         self._before = before
 
     def write(self, lines: Sequence[str]) -> None:

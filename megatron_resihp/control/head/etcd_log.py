@@ -3,7 +3,7 @@
 
 An entry is what the coordinator has decided at once, which may be many lines (`entries.line_of`), compressed. One that
 is too large for a transaction is written in pieces first; its key then holds their number and a digest of all. The
-first entry of a run is made together with the end of all earlier ones, whose runs nobody can go on with any more.
+first entry of a run is made together with the end of all that earlier runs have left, which nobody can go on with.
 May import: the standard library, `transport.etcd` and this package's modules.
 """
 
@@ -47,13 +47,15 @@ class EtcdLog:
 
     Args:
         closing: once it is set, nothing is waited for.
+        run: the run's token.
         after: number of the entry after which this job goes on; nothing is written if another has come behind that one,
             or if that one is gone. None: the job begins, in the place of whatever is there.
     """
 
-    def __init__(self, leadership: Leadership, closing: threading.Event, after: int | None = None) -> None:
+    def __init__(self, leadership: Leadership, closing: threading.Event, run: str, after: int | None = None) -> None:
         self._leadership = leadership
         self._closing = closing
+        self._run = run
         self._location = leadership.location
         self._gateway = leadership.gateway()
         self._begins = after is None
@@ -97,7 +99,7 @@ class EtcdLog:
         """Put a part of an entry that is not there yet, as the leader; returns whether it was not there."""
         location = self._location
         last = () if self._begins else (location.entry(number - 1),)
-        deleted = location.before(number) if self._begins and put is entry else ()
+        deleted = location.before(number, self._run) if self._begins and put is entry else ()
         while True:
             token = self._leadership.token
             outcome = self._gateway.transact(

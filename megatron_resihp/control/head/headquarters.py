@@ -163,7 +163,7 @@ class Headquarters:
             if self._leadership is not None:
                 self._leadership.keep(self._leave)
             before = None if job.before is None else job.before.decisions
-            with closing(DecisionLogs(job.run_dir, self._leadership, self._closing, before)) as decisions:
+            with closing(DecisionLogs(job.run_dir, self._leadership, self._closing, job.token, before)) as decisions:
                 coordinator = self._coordinator(store, decisions)
                 if job.before is not None:
                     # From here on the one before can decide nothing more. Only now may anybody find this one, and who

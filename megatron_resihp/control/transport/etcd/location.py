@@ -68,10 +68,17 @@ class Location:
         """The key of a piece of an entry that is too large for one key."""
         return f"{self.run}/pieces/{number:09}/{index:05}"
 
-    def before(self, number: int) -> tuple[tuple[str, str], ...]:
-        """All keys of earlier entries than this one, as of `entries`."""
-        pieces = f"{self.run}/pieces/"
-        return (self.entries[0], self.entry(number)), (pieces, f"{pieces}{number:09}")
+    def before(self, number: int, run: str) -> tuple[tuple[str, str], ...]:
+        """All that runs before this one have left, as of `entries`: keys of entries before this one, and of nodes.
+
+        Args:
+            run: the run's token. Some of its nodes may be known already.
+        """
+        pieces, nodes, own = f"{self.run}/pieces/", f"{self.run}/known", self.known(run)
+        return (
+            (self.entries[0], self.entry(number)), (pieces, f"{pieces}{number:09}"),
+            (f"{nodes}/", own), (f"{own[:-1]}0", f"{nodes}0"),
+        )  # fmt: skip
 
     @property
     def entries(self) -> tuple[str, str]:

@@ -24,7 +24,7 @@ STEPS = tuple(Step(number, 1000.0 + number, TakenOver(f"process {number}")) for 
 def lead(run_dir: Path, known: int | None, *steps: Step) -> DecisionLogs:
     """Write these steps. `known`: in the place of another, of so many steps."""
     before = None if known is None else Decisions(BEGAN, STEPS[:known])
-    logs = DecisionLogs(run_dir, None, threading.Event(), before)
+    logs = DecisionLogs(run_dir, None, threading.Event(), BEGAN.run, before)
     logs.write([*([line_of(BEGAN)] if known is None else []), *map(line_of, steps)])
     return logs
 

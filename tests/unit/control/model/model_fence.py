@@ -35,7 +35,7 @@ def may_decide_when_deposed() -> bool:
 
 
 def _log(etcd: _Etcd, after: int | None) -> EtcdLog:
-    return EtcdLog(_Leader(etcd), threading.Event(), after)  # type: ignore[arg-type]
+    return EtcdLog(_Leader(etcd), threading.Event(), "token", after)  # type: ignore[arg-type]
 
 
 class _Leader:

@@ -48,6 +48,22 @@ def test_what_is_wrong_is_said(text: str, said: str) -> None:
         parse_location(text)
 
 
+def test_what_earlier_runs_have_left_is_all_but_this_one_s() -> None:
+    """Nodes of this run may hold keys before its first entry is there."""
+    place, other = parse_location("etcd://a:1/run"), parse_location("etcd://a:1/run-2")
+    spans = place.before(7, "abc")
+
+    def is_deleted(key: str) -> bool:
+        return any(first <= key < end for first, end in spans)
+
+    runs = ("0", "ab", "abc-", "abc0", "abcd", "b", "zz")
+    left = [place.entry(1), place.entry(6), place.piece(6, 9), *(f"{place.known(run)}3" for run in runs)]
+    kept = [place.leader, place.entry(7), place.piece(7, 0), f"{place.present('ab')}3"]
+    kept += [f"{place.known('abc')}{name}" for name in ("-1", "0", "15")]
+    assert all(map(is_deleted, left)) and not any(map(is_deleted, kept))
+    assert not any(is_deleted(key) for key in (other.entry(1), f"{other.known('ab')}3"))
+
+
 def test_keys_are_in_the_order_of_entries_and_of_one_run_only() -> None:
     """Of runs whose names begin alike, too."""
     run, other = parse_location("etcd://a:1/run"), parse_location("etcd://a:1/run-2")
