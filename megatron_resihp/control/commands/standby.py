@@ -178,10 +178,10 @@ class _Wait:
         """
         try:
             contact = read_contact(self._run_dir)
-        except StoreError:
-            return
-        touched_at = modified(self._run_dir / FILE_NAME)
-        if contact.apart or touched_at is None:
+            touched_at = None if contact.apart else modified(self._run_dir / FILE_NAME)
+        except (StoreError, OSError):
+            return  # a file system that is away comes back
+        if touched_at is None:
             return
         if self._in_launch is None or self._in_launch[0] != contact.token:
             self._in_launch = contact.token, touched_at
@@ -208,7 +208,10 @@ class _Wait:
         if present or known >= frozenset(range(self._size.nodes)):
             return bool(present)
         # Nodes that can't reach etcd hold no leases.
-        silent_s = age(self._run_dir / FILE_NAME)
+        try:
+            silent_s = age(self._run_dir / FILE_NAME)
+        except OSError:
+            return None
         if silent_s is None or silent_s >= LEADERLESS_S:
             return False
         return True if silent_s > SILENT_S else None
