@@ -38,7 +38,7 @@ from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.etcd.gateway import EtcdError, Gateway, Outcome, Put, UnreachableError
 from megatron_resihp.control.transport.etcd.leadership import DeposedError, Leadership
 from megatron_resihp.control.transport.etcd.location import LEASE_S, Location
-from megatron_resihp.control.transport.etcd.presence import NodeLeases, Presence
+from megatron_resihp.control.transport.etcd.presence import Gone, NodeLeases, Presence
 from megatron_resihp.control.worker.saved_state import newest_state
 from megatron_resihp.version import __version__
 
@@ -97,7 +97,8 @@ class TestPresence:
         with closing(Gateway(short)) as gateway, closing(present):
             gateway.transact({}, lost, ())
             present.begin(str(short), "token")
-            leases, others = (NodeLeases(short, run, {1, 2}, WAIT_S) for run in ("token", "else"))
+            now = time.monotonic()
+            leases, others = (NodeLeases(short, run, Gone({1, 2}, now), WAIT_S) for run in ("token", "else"))
             with closing(leases), closing(others):
                 eventually("one is gone", leases.gone)
                 assert leases.gone() == {2} and not others.gone(), "of another run nothing is known"

@@ -30,7 +30,7 @@ from megatron_resihp.control.terminal import say
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.etcd.gateway import EtcdError, Gateway, LeaseLostError, UnreachableError
 from megatron_resihp.control.transport.etcd.leadership import DeposedError, Leadership
-from megatron_resihp.control.transport.etcd.presence import NodeLeases, lease_holders
+from megatron_resihp.control.transport.etcd.presence import Gone, NodeLeases, lease_holders
 from megatron_resihp.control.transport.leaders import LEADERLESS_S
 from megatron_resihp.control.transport.secret import find_secret, published_secret
 from megatron_resihp.control.transport.store import StoreError, reserve
@@ -45,6 +45,8 @@ class _NotKnownError(Exception):
     """It can't be known yet whether processes of the job wait for another coordinator."""
 
 
+_Found = tuple[Leadership, Succession, Gone]
+"""What a coordinator leads with, what was decided before, and what tells which nodes were lost, too."""
 AGAIN: Final = (DeposedError, UnreachableError, LeaseLostError, _NotKnownError)
 """Another standby was faster, or nothing can be decided by any coordinator: a later look may find otherwise."""
 
@@ -78,13 +80,13 @@ def take_over(options: LaunchOptions, make_event_sink: MakeEventSink, stack: Exi
     try:
         with closing(Gateway(options.control)) as gateway:
             wait = _Wait(gateway, run_dir, options.size, options.connect_timeout_s)
-            leadership, before = wait.take_over()
+            leadership, before, gone = wait.take_over()
         stack.enter_context(closing(leadership))
         contact = Contact(Address(host, listener.getsockname()[1]), before.run, apart=True, replaceable=True)
         holds = contact.hold(run_dir)
         claim = stack.enter_context(contact.taken_over(run_dir, holds))
         own = stack.enter_context(published_secret(run_dir, holds, find_secret(run_dir)))
-        leases = stack.enter_context(closing(NodeLeases(options.control, before.run, before.awaited, LEADERLESS_S)))
+        leases = stack.enter_context(closing(NodeLeases(options.control, before.run, gone, LEADERLESS_S)))
     except OSError as error:
         raise unwritable(run_dir, error) from error
     except StoreError as error:
@@ -132,7 +134,7 @@ class _Wait:
         """The run whose coordinator is in a launch, and when its file had been touched as it was first seen."""
         self._said = ""
 
-    def take_over(self) -> tuple[Leadership, Succession]:
+    def take_over(self) -> _Found:
         """Lead, once that one is lost, and know what was decided until then.
 
         Raises:
@@ -149,7 +151,7 @@ class _Wait:
                 pass
             time.sleep(LOOK_S)
 
-    def _look(self) -> tuple[Leadership, Succession] | None:
+    def _look(self) -> _Found | None:
         run = self._named()
         if self._gateway.get(self._control.leader) is not None:
             self._check_apart()
@@ -157,9 +159,8 @@ class _Wait:
             self._until = time.monotonic() + self._patience_s
             self._say(f"waits until the coordinator of {self._control} is lost")
             return None
-        ended = run is None and self._followed is not None
-        if ended or (run is not None and (run == self._followed or self._is_awaited(run))):
-            wanted = run or self._followed
+        wanted = run or self._followed
+        if wanted is not None and (wanted == self._followed or self._is_awaited(wanted)):
             read = (wanted, self._gateway.last(*self._control.entries))
             if read != self._passed_over:
                 if (found := self._succeed(wanted)) is not None:
@@ -216,7 +217,7 @@ class _Wait:
             return False
         return True if silent_s > SILENT_S else None
 
-    def _succeed(self, run: str | None) -> tuple[Leadership, Succession] | None:
+    def _succeed(self, run: str) -> _Found | None:
         """Lead this run, and find out what was decided; None: another run is the last one.
 
         Raises:
@@ -228,6 +229,8 @@ class _Wait:
             # To fold a long log may take longer than the lease.
             leadership.keep(lambda error: None)
             token = leadership.token
+            # In that time most nodes may register again, and then it isn't seen any more that all were cut off.
+            led_at, (known, present) = time.monotonic(), lease_holders(self._gateway, run)
             before = _decided(self._gateway, run, self._size)
             held = self._gateway.get(self._control.leader)
             if held is None or held.created != token:
@@ -237,7 +240,9 @@ class _Wait:
             if before.end is not None:
                 self._check_waited_for(before.run, before.end)
             stack.pop_all()
-            return leadership, before
+            gone = Gone(before.awaited, time.monotonic())
+            gone.among(known - present, led_at)
+            return leadership, before, gone
 
     def _check_waited_for(self, run: str, end: End) -> None:
         """A coordinator may have been lost between its decision that the job ends and telling so.
@@ -254,7 +259,7 @@ class _Wait:
             raise JobIsOver(end.code, f"the job has ended with exit code {end.code}: {end.reason}")
 
 
-def _decided(gateway: Gateway, run: str | None, size: JobSize) -> Succession | None:
+def _decided(gateway: Gateway, run: str, size: JobSize) -> Succession | None:
     """What the coordinators of this run have decided; None: the last run is another one.
 
     Raises:

@@ -131,12 +131,12 @@ class NodeLeases:
 
     Args:
         run: the run's token.
-        awaited: nodes that are to come back.
+        telling: tells them from others.
         for_s: how long it is of interest.
     """
 
-    def __init__(self, location: Location, run: str, awaited: Set[int], for_s: float) -> None:
-        self._location, self._run, self._awaited = location, run, awaited
+    def __init__(self, location: Location, run: str, telling: Gone, for_s: float) -> None:
+        self._location, self._run, self._telling = location, run, telling
         self._gone = frozenset[int]()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._look, args=(for_s,), name="resihp-etcd-nodes", daemon=True)
@@ -152,11 +152,10 @@ class NodeLeases:
 
     def _look(self, for_s: float) -> None:
         gateway, begun = Gateway(self._location), time.monotonic()
-        gone = Gone(self._awaited, begun)
         while not self._closing.is_set() and time.monotonic() < begun + for_s:
             try:
                 known, present = lease_holders(gateway, self._run)
-                self._gone = gone.among(known - present, time.monotonic())
+                self._gone = self._telling.among(known - present, time.monotonic())
             except EtcdError:
                 pass  # Who is not known to be gone is waited for.
             self._closing.wait(LOOK_S)

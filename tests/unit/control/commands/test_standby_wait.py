@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A coordinator that waits for the loss of another, whose run directory can't be read for a while."""
+"""A coordinator that waits for the loss of another: what it sees of the run directory and of nodes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,23 +17,30 @@ from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.etcd.gateway import Held
 from megatron_resihp.control.transport.etcd.location import Location
+from megatron_resihp.control.transport.etcd.presence import RETURN_S
 
 PLACE = Location((Address("etcd", 2379),), "run")
 
 
 class Gateway:
-    """To an etcd that has nothing but a leader."""
+    """To an etcd that has a leader, perhaps, and these nodes, of which some hold leases."""
 
     location = PLACE
 
-    def __init__(self, leads: bool) -> None:
-        self._leader = Held(PLACE.leader, b"", 1, 1) if leads else None
+    def __init__(self, leads: bool, nodes: Collection[int] = ()) -> None:
+        self.leader = Held(PLACE.leader, b"", 1, 1) if leads else None
+        self.present: Collection[int] = ()
+        self._nodes = nodes
 
     def get(self, key: str) -> Held | None:
-        return self._leader
+        return self.leader
+
+    def last(self, first: str, end: str) -> str | None:
+        return None
 
     def all(self, first: str, end: str) -> Iterator[Held]:
-        return iter(())
+        nodes = self._nodes if first == PLACE.known("token") else self.present
+        return (Held(f"{first}{node}", str(node).encode(), 1, 0) for node in nodes)
 
 
 @pytest.fixture
@@ -56,3 +66,39 @@ def test_goes_on_waiting(wait: Callable[..., standby._Wait], leads: bool, apart:
     waiting = wait(leads, apart)
     for _ in range(3):
         assert waiting._look() is None
+
+
+class Leader:
+    """Leads the run, in the place of one that is lost."""
+
+    token = 2
+
+    def __init__(self, gateway: Gateway) -> None:
+        gateway.leader = Held(PLACE.leader, b"", self.token, 1)
+
+    def keep(self, on_deposed: Callable[[Exception], None]) -> None:
+        pass
+
+
+def test_nodes_that_register_while_it_reads_what_was_decided_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Etcd was out of the reach of all, and the last ones take longer."""
+    gateway = Gateway(leads=True, nodes=range(4))
+    (tmp_path / standby.FILE_NAME).write_text(Contact(Address("host", 1), "token", apart=True)._text)
+
+    def decided(*_: Any) -> Any:
+        gateway.present = (0, 2, 3)
+        return SimpleNamespace(end=None, awaited=frozenset(range(4)))
+
+    monkeypatch.setattr(standby, "Leadership", lambda place: Leader(gateway))
+    monkeypatch.setattr(standby, "_decided", decided)
+    waiting = standby._Wait(gateway, tmp_path, JobSize(4, 1, apart=True), 60.0)  # type: ignore[arg-type]
+    assert waiting._look() is None, "another leads"
+    gateway.leader = None
+    begun = time.monotonic()
+    found = waiting._look()
+    assert found is not None
+    gone = found[-1]
+    assert not gone.among({1}, begun + RETURN_S - 1.0)
+    assert gone.among({1}, time.monotonic() + RETURN_S) == {1}
