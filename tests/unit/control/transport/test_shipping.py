@@ -24,7 +24,7 @@ from megatron_resihp.events.detection import Detection as DetectionEvent
 from megatron_resihp.events.detection import DetectionFailed
 from megatron_resihp.events.epochs import EpochStarted
 from megatron_resihp.events.event import Event
-from megatron_resihp.events.job import Job
+from megatron_resihp.events.job import CoordinatorReplaced, Job
 from megatron_resihp.events.training import Iteration
 
 SECRET = fresh_secret()
@@ -235,12 +235,12 @@ def test_what_was_told_before_a_record_is_known_when_it_is_judged() -> None:
     detection = Detection(FakeJudge, bus)
     bus.subscribe(written.append, DetectionFailed, DetectionEvent)
     plan: dict[str, Any] = {"replicas": [], "standbys": {}}
-    for event in (Job(train_iters=9), Iteration(iteration=1), EpochStarted(plan=plan)):
+    for event in (Job(train_iters=9), Iteration(iteration=1), EpochStarted(plan=plan), CoordinatorReplaced(by="us")):
         bus.publish(event)
     detection.inbox.deliver(b"1")
     detection.close(WAIT_S)
     assert [type(event) for event in written] == [DetectionFailed, DetectionEvent]
-    assert written[0].error == "job epoch_started" and written[0].part == "1"
+    assert written[0].error == "job epoch_started coordinator_replaced" and written[0].part == "1"
     assert all(event.worker is None and event.time > 0 for event in written)
 
 
