@@ -165,12 +165,12 @@ class Launched:
         events = [json.loads(line) for line in lines if line.endswith("\n")]
         return [event for event in events if name in (None, event["event"])]
 
-    def await_event(self, name: str, **fields: Any) -> dict[str, Any]:
+    def await_event(self, name: str, within_s: float = WAIT_S, **fields: Any) -> dict[str, Any]:
         def find() -> dict[str, Any] | None:
             return next((e for e in self.events(name) if fields.items() <= e.items()), None)
 
         try:
-            return eventually(f"event {name} {fields}", find)  # type: ignore[no-any-return]
+            return eventually(f"event {name} {fields}", find, within_s)  # type: ignore[no-any-return]
         except AssertionError as error:
             logs = "".join(f"--- worker {w}\n{self.log(w)}" for w in range(6))
             raise AssertionError(f"{error}\n{self.output()}{logs}\n{self.events()}") from None
