@@ -127,7 +127,7 @@ class Launched:
             coordinator.GRACE_S = self.grace_s  # type: ignore[misc]
             agent.RESTART_AFTER_S = 0.1  # type: ignore[misc]
             if self.judged:
-                launcher._make_judge = lambda run_dir, order, slow: ToldJudge(self.judged)
+                launcher._make_judge = lambda *_: ToldJudge(self.judged)
             code = launcher.launch(self.options, fork_worker, RunReport)
             # Nothing but the main thread may be left.
             eventually("threads end", lambda: len(os.listdir("/proc/self/task")) == 1, WAIT_S / 2)
