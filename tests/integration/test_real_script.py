@@ -38,6 +38,7 @@ from stock_runs import torchrun_losses
 from test_additional_rounds import FOUR as SHARED_BY_FOUR
 from test_additional_rounds import counts
 from test_async_saves import ASYNC
+from test_attention_logits import CLIPPED
 from test_checkpoints import as_stock_says, rest_of, save
 from test_context_parallelism import OPTIMIZER, SHARED, TENSOR, degrees
 from test_distributed_muon import DEALT
@@ -53,6 +54,7 @@ from test_plan_failures import are_heterogeneous
 from test_plans import FOUR, GROUPED, LLAMA, MODEL, PER_TOKEN, UNIFORM_LAYOUT, own_plan, stages, survive
 from test_query_groups import plan
 from test_recovery_points import EVALUATION, evaluations
+from test_shared_experts import OVERLAPPED as AT_ONCE
 from test_sharing_both import BOTH
 
 from megatron_resihp.cli import main
@@ -161,6 +163,25 @@ def test_logs_through_a_kill(jobs: Jobs, tmp_path: Path) -> None:
     check_training(job.wait(), reference)
     assert len(job.summary.deaths) == 1
     check_files(mended, whole, 6)
+
+
+@pytest.mark.parametrize("model", [{}, PER_TOKEN | {"bf16": True}], ids=["fp32", "bf16, per token"])
+def test_a_death_while_unlike_replicas_sum_gradients_in_the_backward_pass(
+    jobs: Jobs, tmp_path: Path, model: dict[str, Any]
+) -> None:
+    model = MODEL | UNIFORM_LAYOUT | {"overlap_grad_reduce": True, "train_iters": 7} | model
+    asked = ask_at(tmp_path, (FOUR["unlike replicas"], 2))
+    job = jobs.run(tiny(**model, resihp_plan=asked, resihp_inject="kill:0@5:backward"), workers=4)
+    check_training(job, jobs.reference(tiny(**model), workers=4), BF16 if "bf16" in model else FP32)
+    assert are_heterogeneous(job)[1] and len(job.summary.deaths) == 1
+
+
+@pytest.mark.parametrize("model", [CLIPPED, TWO | AT_ONCE], ids=["weights clipped by logits", "shared experts"])
+def test_a_death_and_stages_of_another_degree(jobs: Jobs, tmp_path: Path, model: dict[str, Any]) -> None:
+    asked = ask_at(tmp_path, (plan(stages([2], [1, 0])), 3))
+    job = jobs.run(tiny(**model, resihp_plan=asked, resihp_inject="kill:3@1:backward"), workers=4)
+    check_training(job, jobs.reference(tiny(**model), workers=4))
+    assert are_heterogeneous(job)[-1] and len(job.summary.deaths) == 1
 
 
 @pytest.mark.usefixtures("compiled_planner")

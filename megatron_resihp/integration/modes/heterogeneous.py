@@ -262,7 +262,7 @@ class HeterogeneousMode(Mode):
         sum_gradients(self._buckets_of(True), views, counted)
 
     def _was_run_again(self) -> bool:
-        """Whether what was summed early are not the gradients of the iteration's last round. Workers tell standbys."""
+        """Whether the early sums are of an earlier round than the iteration's last one. Workers tell standbys."""
         again = torch.tensor([float(self._rounds > 1)])
         self._rounds = 0
         if self.view.plan.standbys:
