@@ -87,10 +87,13 @@ def _decoder(kind: Any) -> Decode:
         return _decode_or_none(_decoder(inner))
     if origin is tuple:
         return _decode_rows(_decoder(arguments[0])) if arguments[1:] == (...,) else _decode_row(arguments, None)
-    if origin is frozenset:
+    if origin in (frozenset, set, list):
         rows = _decode_rows(_decoder(arguments[0]))
-        return lambda value, tolerance: frozenset(rows(value, tolerance))
+        return lambda value, tolerance: origin(rows(value, tolerance))
     if origin is not None and issubclass(origin, Mapping):
+        if get_origin(arguments[0]) is tuple:
+            items = _decode_rows(_decode_row(arguments, None))
+            return lambda value, tolerance: dict(items(value, tolerance))
         return _decode_mapping(*arguments)
     if kind is Any:
         return lambda value, tolerance: value

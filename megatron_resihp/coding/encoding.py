@@ -17,7 +17,11 @@ Encode = Callable[[Any], Any]
 
 def encode(value: Any) -> Any:
     """The plain value of a dataclass."""
-    kind: Any = type(value)
+    return encode_as(type(value), value)
+
+
+def encode_as(kind: Any, value: Any) -> Any:
+    """The plain value of an instance of any type that a field of a dataclass may have."""
     encoder = _encoder(kind)
     return value if encoder is None else encoder(value)
 
@@ -35,9 +39,14 @@ def _encoder(kind: Any) -> Encode | None:
         return None if encoder is None else _or_none(encoder)
     if origin is tuple:
         return _rows(_encoder(arguments[0])) if arguments[1:] == (...,) else _row(arguments)
-    if origin is frozenset:
+    if origin is list:
+        return _rows(_encoder(arguments[0]))
+    if origin in (frozenset, set):
         return sorted
     if origin is not None and issubclass(origin, Mapping):
+        if get_origin(arguments[0]) is tuple:
+            row = _row(arguments)
+            return lambda value: [row(item) for item in value.items()]
         encoder = _encoder(arguments[1])
         return None if origin is dict and arguments[0] is str and encoder is None else _mapping(encoder)
     return _encoder_of_class(kind) if isinstance(kind, type) else None

@@ -69,7 +69,7 @@ def check_decisions(job: Job) -> None:
     """What the coordinator decided follows from what it heard, all of it."""
     found = read_decisions(job.run_dir)
     assert not found.problem
-    assert len(list(Replay(found.began).fold(found.steps))) == len(found.steps)
+    assert len(list(Replay(found.start).fold(found.steps))) == len(found.steps)
 
 
 def check_silence(job: Job) -> None:

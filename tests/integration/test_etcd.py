@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -27,9 +27,10 @@ from launched import Launched, eventually
 from megatron_resihp.cli import main
 from megatron_resihp.control import exit_codes
 from megatron_resihp.control.coordination.actions import Limits
-from megatron_resihp.control.coordination.decisions.entries import Began, CoordinatorFailed, Step, line_of
+from megatron_resihp.control.coordination.decisions.entries import Began, CoordinatorFailed, Snapshot, Step, line_of
+from megatron_resihp.control.coordination.decisions.plain_state import plain_state
 from megatron_resihp.control.coordination.decisions.reading import UnusableError
-from megatron_resihp.control.coordination.decisions.recorded import UnrecordedError
+from megatron_resihp.control.coordination.decisions.recorded import Recorded, UnrecordedError
 from megatron_resihp.control.head import etcd_log
 from megatron_resihp.control.head.decision_logs import decisions_at
 from megatron_resihp.control.head.etcd_log import EtcdLog, read_etcd_decisions
@@ -79,6 +80,28 @@ def step(number: int, said: str = "", characters: int = 0) -> Step:
     """One that takes more than half as many bytes as so many characters, however it is compressed."""
     random = tuple(hashlib.sha256(str(n).encode()).hexdigest() for n in range(characters // 64))
     return Step(number, 1000.0 + number, CoordinatorFailed(said, False), actions=random)
+
+
+def snapshot(number: int) -> Snapshot:
+    """After so many steps."""
+    state = plain_state(Recorded(BEGAN.size, BEGAN.limits).state)
+    return Snapshot(BEGAN, number, 1000.0 + number, state, 1001.0, (), (), (), ((),), ())
+
+
+def keys_in(place: Location) -> list[str]:
+    """Of the log's entries, and of their pieces."""
+    with closing(Gateway(place)) as gateway:
+        return [held.key for keys in place.log_before(999_999_999) for held in gateway.all(*keys)]
+
+
+@pytest.fixture
+def short_log(place: Location, monkeypatch: pytest.MonkeyPatch) -> Iterator[EtcdLog]:
+    """One that a few lines make long."""
+    monkeypatch.setattr(etcd_log, "LONG", 100)
+    monkeypatch.setattr(etcd_log, "TIMES", 0)
+    monkeypatch.setattr(etcd_log, "AGAIN_S", 0.0)
+    with closing(Leadership(place)) as leader, closing(log_of(leader)) as log:
+        yield log
 
 
 def log_of(leader: Leadership) -> EtcdLog:
@@ -325,6 +348,86 @@ class TestLog:
                 with closing(later), pytest.raises(UnrecordedError, match="has decisions of another job"):
                     later.write([line_of(step(1, "without it"))])
         assert read_etcd_decisions(place).steps == (step(1),)
+
+    def test_a_snapshot_takes_the_place_of_what_it_stands_for(self, short_log: EtcdLog, place: Location) -> None:
+        large = step(2, characters=1_200_000)
+        for entry in (BEGAN, step(1), large):
+            short_log.write([line_of(entry)])
+        short_log.shorten(lambda: line_of(snapshot(2)))
+        short_log.write([line_of(step(3))])
+        read = read_etcd_decisions(place)
+        assert (read.start, read.began, read.steps, read.problem) == (snapshot(2), BEGAN, (step(3),), "")
+        assert keys_in(place) == [place.entry(4), place.entry(5)], "also the pieces of the large one are gone"
+
+    def test_a_log_that_is_not_long_is_left(self, place: Location) -> None:
+        with closing(Leadership(place)) as leader, closing(log_of(leader)) as log:
+            log.write([line_of(BEGAN), line_of(step(1))])
+            log.shorten(lambda: pytest.fail("no snapshot is needed"))
+
+    def test_a_snapshot_whose_answer_is_lost_is_there_once(
+        self, short_log: EtcdLog, place: Location, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The job goes on without an answer; before the next decision it is found out."""
+        short_log.write([line_of(BEGAN)])
+        transact = Gateway.transact
+        for number, made in ((1, True), (2, False)):
+            short_log.write([line_of(step(number))])
+
+            def lost(self: Gateway, *asked: Any, made: bool = made) -> Outcome:
+                if made:
+                    transact(self, *asked)
+                raise UnreachableError("no answer")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(Gateway, "transact", lost)
+                short_log.shorten(lambda number=number: line_of(snapshot(number)))  # type: ignore[misc]
+            short_log.shorten(lambda: pytest.fail("that one comes first"))
+        short_log.write([line_of(step(3))])
+        read = read_etcd_decisions(place)
+        assert (read.start, read.steps, read.problem) == (snapshot(2), (step(3),), "")
+        assert len(keys_in(place)) == 2
+
+    def test_who_is_deposed_leaves_what_others_have_decided(self, short_log: EtcdLog, place: Location) -> None:
+        short_log.write([line_of(BEGAN)])
+        short_log.write([line_of(step(1))])
+        leader = short_log._leadership
+        lapse(leader, leader.gateway())
+        with closing(Leadership(place)) as other:
+            read = read_etcd_decisions(place)
+            with closing(EtcdLog(other, threading.Event(), "token", read.last)) as others:
+                others.write([line_of(step(2))])
+                with pytest.raises(UnrecordedError):
+                    short_log.shorten(lambda: line_of(snapshot(1)))
+        assert read_etcd_decisions(place).steps == (step(1), step(2))
+
+    def test_who_takes_over_a_long_log_shortens_it(self, short_log: EtcdLog, place: Location) -> None:
+        short_log.write([line_of(BEGAN)])
+        short_log.write([line_of(step(1, characters=10_000))])
+        lapse(short_log._leadership, short_log._leadership.gateway())
+        read = read_etcd_decisions(place)
+        with ExitStack() as stack:
+            leader = stack.enter_context(closing(Leadership(place)))
+            later = EtcdLog(leader, threading.Event(), "token", read.last, read.characters)
+            log = stack.enter_context(closing(later))
+            log.write([line_of(step(2))])
+            log.shorten(lambda: line_of(snapshot(2)))
+        assert read_etcd_decisions(place).start == snapshot(2)
+
+    @pytest.mark.nightly
+    def test_etcd_does_not_grow_with_the_length_of_a_run(
+        self, short_log: EtcdLog, place: Location, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of decisions some 150 MB, after compression, pass through it."""
+        monkeypatch.setattr(etcd_log, "LONG", 10_000_000)
+        short_log.write([line_of(BEGAN)])
+        for number in range(1, 306):
+            short_log.write([line_of(step(number, characters=1_000_000))])
+            short_log.shorten(lambda number=number: line_of(snapshot(number)))  # type: ignore[misc]
+        read = read_etcd_decisions(place)
+        assert read.problem == "" and read.steps[-1].number == 305 and len(read.steps) < 11
+        with closing(Gateway(place)) as gateway:
+            size = int(gateway._post("maintenance/status", {})["dbSize"])
+        assert size < 50_000_000, f"{size / 1e6:.0f} MB"
 
     @pytest.mark.nightly
     def test_who_gets_no_answer_waits_and_gives_up(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

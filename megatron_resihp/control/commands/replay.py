@@ -12,7 +12,7 @@ import time
 from typing import Any, Final
 
 from megatron_resihp.control.coordination.actions import Action, Log, Notify, Reply
-from megatron_resihp.control.coordination.decisions.entries import Step
+from megatron_resihp.control.coordination.decisions.entries import Snapshot, Step
 from megatron_resihp.control.coordination.decisions.reading import UnusableError
 from megatron_resihp.control.coordination.decisions.replay import DifferenceError, Replay
 from megatron_resihp.control.head.decision_logs import decisions_at
@@ -39,12 +39,14 @@ def run(namespace: argparse.Namespace) -> int:
         warn(f"resihp: {error}")
         return UNUSABLE
     try:
-        for step, actions in Replay(found.began).fold(found.steps):
+        for step, actions in Replay(found.start).fold(found.steps):
             if namespace.steps or any(not isinstance(action, Log) for action in actions):
                 say(_line(step, actions))
     except DifferenceError as error:
         warn(f"resihp: {error}")
         return DIFFERS
+    if isinstance(found.start, Snapshot):
+        say(f"resihp: the log starts with what steps 1 to {found.start.number} have led to")
     say(f"resihp: {len(found.steps)} steps, and the replay decides in each what the run decided")
     if found.problem:
         warn(f"resihp: {found.problem}")

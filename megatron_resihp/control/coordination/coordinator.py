@@ -82,6 +82,7 @@ class Coordinator:
         write_log: takes what of Megatron's log is to be written; must not block.
         ask_down: asks which of these nodes are down, for an answer by `requests`; None: nobody knows.
         write_decision: takes what is decided and why, before it is carried out; as of `Recorded`.
+        shorten: may let a snapshot, which it is handed what makes it, stand for all that was written.
         run: the run's token.
         before: what a coordinator has decided that was lost, which this one takes the place of; None: the job begins.
     """
@@ -101,6 +102,7 @@ class Coordinator:
         write_log: Callable[[LogsWanted | LogPage], None] = lambda part: None,
         ask_down: Callable[[Sequence[int]], None] | None = None,
         write_decision: Write = lambda lines: None,
+        shorten: Callable[[Callable[[], str]], None] = lambda snapshot: None,
         run: str = "",
         before: Succession | None = None,
         on_told: Callable[[Notice], None] = lambda notice: None,
@@ -112,6 +114,7 @@ class Coordinator:
             self._membership = Recorded(size, limits, next_plan, write_decision, run)
         else:
             self._membership = Recorded.after(before.replay, next_plan, write_decision)
+        self._shorten = shorten
         self._bulletin = Bulletin(store)
         letters = frozenset[str]() if before is None else before.letters
         self._inbox = Inbox(store, self._membership.state, self._log, letters)
@@ -217,6 +220,8 @@ class Coordinator:
         for request in self._requests.take():
             yield self._membership.handle(request, time.time())
         self._membership.write_down()
+        if self._membership.is_settled:
+            self._shorten(self._membership.snapshot)
 
     def _react_to(self, taken: list[Heard]) -> list[Action]:
         return [action for message in taken for action in self._react(message)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_resihp.control.coordination.decisions.entries import Entry, line_of
@@ -35,8 +35,8 @@ class DecisionLogs:
         before: Decisions | None = None,
     ) -> None:  # fmt: skip
         self._file = DecisionFile(run_dir)
-        after = None if before is None else before.last
-        self._etcd = None if leadership is None else EtcdLog(leadership, closing, run, after)
+        after, characters = (None, 0) if before is None else (before.last, before.characters)
+        self._etcd = None if leadership is None else EtcdLog(leadership, closing, run, after, characters)
         self._before = before
 
     def write(self, lines: Sequence[str]) -> None:
@@ -52,8 +52,20 @@ class DecisionLogs:
         if before is None:
             self._file.write(lines)
         else:
-            entries: list[Entry] = [before.began, *before.steps]
+            entries: list[Entry] = [before.start, *before.steps]
             self._file.take_over([*map(line_of, entries), *lines])
+
+    def shorten(self, snapshot: Callable[[], str]) -> None:
+        """Let a snapshot stand for all so far where that has become long. The file keeps all.
+
+        Args:
+            snapshot: makes its line.
+
+        Raises:
+            UnrecordedError: as of `write`.
+        """
+        if self._etcd is not None:
+            self._etcd.shorten(snapshot)
 
     def close(self) -> None:
         self._file.close()

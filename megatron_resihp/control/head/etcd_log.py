@@ -3,7 +3,8 @@
 
 An entry is what the coordinator has decided at once, which may be many lines (`entries.line_of`), compressed. One that
 is too large for a transaction is written in pieces first; its key then holds their number and a digest of all. The
-first entry of a run is made together with the end of all that earlier runs have left, which nobody can go on with.
+first entry of a run is made together with the end of all that earlier runs have left, which nobody can go on with. In
+the same way a snapshot ends what it stands for, so that a run of weeks takes no more than one of days.
 May import: the standard library, `transport.etcd` and this package's modules.
 """
 
@@ -14,7 +15,8 @@ import re
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Final
 
 from megatron_resihp.control.coordination.decisions.reading import Decisions, Read, UnusableError, decisions_in
@@ -38,8 +40,18 @@ PIECE_BYTES: Final = 512 * 1024
 MOST_PIECES: Final = 1024
 LARGEST: Final = 1 << 28
 """Bytes of an entry when it is read."""
+LONG: Final = 1 << 25
+"""Characters of decisions since the last snapshot, a tenth of which or so is kept after compression. Another is made
+then, or once they are `TIMES` as many as that one's."""
+TIMES: Final = 4
+AGAIN_S: Final = 60.0
+"""How long a snapshot waits that etcd has not taken; decisions come first."""
 _IN_PIECES: Final = re.compile(rb"pieces (\d{1,5}) ([0-9a-f]{64})")
 """What the key of an entry in pieces holds. What zlib compresses begins otherwise."""
+
+
+Spans = Sequence[tuple[str, str]]
+"""From which key on, and before which one."""
 
 
 class EtcdLog:
@@ -50,9 +62,12 @@ class EtcdLog:
         run: the run's token.
         after: number of the entry after which this job goes on; nothing is written if another has come behind that one,
             or if that one is gone. None: the job begins, in the place of whatever is there.
+        characters: of decisions that are there since the last snapshot.
     """
 
-    def __init__(self, leadership: Leadership, closing: threading.Event, run: str, after: int | None = None) -> None:
+    def __init__(
+        self, leadership: Leadership, closing: threading.Event, run: str, after: int | None = None, characters: int = 0
+    ) -> None:  # fmt: skip
         self._leadership = leadership
         self._closing = closing
         self._run = run
@@ -60,6 +75,9 @@ class EtcdLog:
         self._gateway = leadership.gateway()
         self._begins = after is None
         self._number = None if after is None else after + 1
+        self._characters, self._snapshot_of = characters, 0
+        self._unfinished: bytes | None = None
+        self._next_try, self._cut_at = 0.0, 0
 
     def write(self, lines: Sequence[str]) -> None:
         """Append an entry; when it returns, most members have it on disk.
@@ -67,11 +85,14 @@ class EtcdLog:
         Raises:
             UnrecordedError: it may not be there, and no later one will be.
         """
-        data = zlib.compress("\n".join(lines).encode())
+        text = "\n".join(lines)
+        data = zlib.compress(text.encode())
         until = time.monotonic() + PATIENCE_S
         while True:
             try:
+                self._finish_snapshot()
                 self._append(data)
+                self._characters += len(text)
                 return
             except (UnreachableError, LeaseLostError) as error:
                 if time.monotonic() > until:
@@ -81,35 +102,78 @@ class EtcdLog:
             if self._closing.wait(RETRY_S):
                 raise UnrecordedError("the job is over")
 
+    def shorten(self, snapshot: Callable[[], str]) -> None:
+        """Let a snapshot take the place of all entries, if they are many. Where etcd is away, a later call does.
+
+        Args:
+            snapshot: makes its line.
+
+        Raises:
+            UnrecordedError: no later decision will be taken.
+        """
+        if self._characters < max(LONG, TIMES * self._snapshot_of) or time.monotonic() < self._next_try:
+            return
+        if self._unfinished is None:
+            text = snapshot()
+            self._snapshot_of, self._unfinished = len(text), zlib.compress(text.encode())
+        try:
+            self._finish_snapshot()
+        except (UnreachableError, LeaseLostError):
+            self._next_try = time.monotonic() + AGAIN_S
+        except EtcdError as error:
+            raise UnrecordedError(str(error)) from error
+
     def close(self) -> None:
         self._gateway.close()
 
-    def _append(self, data: bytes) -> None:
+    def _finish_snapshot(self) -> None:
+        """Append a snapshot that was begun: it may be there, though no answer has come."""
+        if self._unfinished is None:
+            return
+        made_at = self._append(self._unfinished, shortens=True)
+        self._unfinished, self._characters = None, 0
+        before, self._cut_at = self._cut_at, made_at
+        if before:
+            self._compact(before)
+
+    def _compact(self, revision: int) -> None:
+        """Let etcd forget what it was before the snapshot before. Whoever looks after etcd may do without that: this
+        job may not be let, or all may be forgotten already."""
+        with suppress(EtcdError):
+            self._gateway.compact(revision)
+
+    def _append(self, data: bytes, shortens: bool = False) -> int:
+        """Returns etcd's revision; 0: it was made earlier."""
         if self._number is None:
             last = self._gateway.last(*self._location.entries)
             self._number = (0 if last is None else self._location.number_of(last) or 0) + 1
+        deleted: Spans = self._location.log_before(self._number) if shortens else ()
+        if self._begins:
+            deleted = self._location.before(self._number, self._run)
         *pieces, entry = _puts(self._location, self._number, data)
+        made_at = 0
         for put in (*pieces, entry):
-            if not self._make(put, entry, self._number):
+            made_at = self._make(put, entry, self._number, deleted if put is entry else ())
+            if not made_at:
                 break
         self._number += 1
         self._begins = False
+        return made_at
 
-    def _make(self, put: Put, entry: Put, number: int) -> bool:
-        """Put a part of an entry that is not there yet, as the leader; returns whether it was not there."""
+    def _make(self, put: Put, entry: Put, number: int, deleted: Spans) -> int:
+        """Put a part of an entry that is not there yet, as the leader; returns etcd's revision; 0: it was there."""
         location = self._location
         last = () if self._begins else (location.entry(number - 1),)
-        deleted = location.before(number, self._run) if self._begins and put is entry else ()
         while True:
             token = self._leadership.token
             outcome = self._gateway.transact(
                 {location.leader: token, entry.key: 0}, put, (entry.key, *last), last, deleted
             )  # fmt: skip
             if outcome.succeeded:
-                return True
+                return outcome.revision
             found = {held.key: held.value for held in outcome.found}
             if found.get(entry.key) == entry.value:
-                return False  # It was made, and the answer was lost.
+                return 0  # It was made, and the answer was lost.
             # Those of a job that has begun meanwhile may be gone, too.
             if entry.key in found or not found.keys() >= set(last):
                 raise EtcdError(f"{location} has decisions of another job since this one has led it")

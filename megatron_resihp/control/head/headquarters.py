@@ -206,7 +206,7 @@ class Headquarters:
             requests=self._requests, next_plan=self._replanner.next_plan,
             reopen=partial(returning.offer, job.run_dir), on_heard=self._look_for_stalls,
             write_log=self._logbook.take, ask_down=SlurmQuery(os.environ, job.size.nodes, self._requests.tell_down).ask,
-            write_decision=decisions.write, run=job.token, before=job.before,
+            write_decision=decisions.write, shorten=decisions.shorten, run=job.token, before=job.before,
             on_told=self._stalls.told,
         )  # fmt: skip
 

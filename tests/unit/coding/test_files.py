@@ -202,3 +202,21 @@ class TestForms:
     def test_a_list_says_no_version(self) -> None:
         with pytest.raises(WrongValueError, match="not an object"):
             version_said([])
+
+
+@dataclass
+class Counted:
+    """What changes in place has lists and sets."""
+
+    names: list[str]
+    numbers: set[int]
+    by_pair: dict[tuple[int, int], float]
+
+
+def test_lists_sets_and_mappings_by_pairs_are_rows() -> None:
+    counted = Counted(["b", "a"], {3, 1}, {(2, 1): 0.5, (0, 4): 1.0})
+    plain = encode(counted)
+    assert plain == {"names": ["b", "a"], "numbers": [1, 3], "by_pair": [[[2, 1], 0.5], [[0, 4], 1.0]]}
+    assert decode(Counted, json.loads(json.dumps(plain))) == counted
+    with pytest.raises(WrongValueError, match=r"by_pair\.0"):
+        decode(Counted, {**plain, "by_pair": [[2, 1]]})

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the log of decisions holds: how it began, and one step for each input of the state machine.
 
-State is the fold of these. What decides nothing is in none: pages of Megatron's log, events, and time that nothing
-waits for. Pure; may import `coding`, `plan`, `protocol`, `events` and this package's `state_machine`.
+State is the fold of these. A snapshot may stand for the beginning of a long log. What decides nothing is in none: pages
+of Megatron's log, events, and time that nothing waits for. Pure; may import `coding`, `plan`, `protocol`, `events` and
+this package's `state_machine`.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ from typing import Annotated, Any, Final, get_args
 
 from megatron_resihp.coding import Form, WrongValueError, decode, encode, omitted_if
 from megatron_resihp.control.coordination.actions import Action, Limits, Log, Notify, Reply
+from megatron_resihp.control.coordination.decisions.plain_state import state_from
 from megatron_resihp.control.coordination.state_machine.membership import Input
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.events.codec import UnusableEventError, plain, read_event
 from megatron_resihp.events.event import Event
 from megatron_resihp.events.nonfinite import jsonable
 from megatron_resihp.plan import Coordinate, ParallelPlan
-from megatron_resihp.protocol.logs import Place
+from megatron_resihp.protocol.logs import LogsWanted, Place
+from megatron_resihp.protocol.notices import Notice
+from megatron_resihp.protocol.published import EmergencyCheckpointOrder, EpochPlan, Go
 from megatron_resihp.protocol.version import VERSION
 from megatron_resihp.protocol.wire import COORDINATOR, Kinds
 
@@ -143,8 +147,58 @@ class Step:
     error: str | None = omitted_if(None)
 
 
-Entry = Began | Step
+Published = Notify | EpochPlan | EmergencyCheckpointOrder | Go | LogsWanted
+"""What is carried out again: it leads to the same keys in a store, and the same logs, as it did before."""
+PUBLISHED: Final = get_args(Published)
+_BODIES: Final = _one_of(*get_args(Notice), *(each for each in PUBLISHED if each is not Notify))
+
+
+def _plain_published(action: Published) -> Any:
+    return _BODIES.to_plain(action.notice if isinstance(action, Notify) else action)
+
+
+def _read_published(value: Any) -> Published:
+    body = _BODIES.from_plain(value)
+    return body if isinstance(body, PUBLISHED) else Notify(body)
+
+
+def _checked_state(value: Any) -> Any:
+    state_from(value)
+    return value
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What all steps of a run so far have led to: it stands for them, and for how the run began.
+
+    Attributes:
+        number: of the last of these steps.
+        now: Unix time of that one.
+        state: as of `plain_state`.
+        began_at, published, facts, last, letters, from_agents: as of `Handover`.
+    """
+
+    began: Began
+    number: int
+    now: float
+    state: Annotated[dict[str, Any], Form(lambda state: state, _checked_state)]
+    began_at: float | None
+    published: tuple[Annotated[Published, Form(_plain_published, _read_published)], ...]
+    facts: tuple[Annotated[Event, Form(_plain_event, _read_event)], ...]
+    last: tuple[Annotated[Event, Form(_plain_event, _read_event)], ...]
+    letters: tuple[tuple[str, ...], ...]
+    from_agents: tuple[str, ...]
+
+
+Start = Began | Snapshot
+"""What a log may start with."""
+Entry = Start | Step
 ENTRIES: Final = Kinds[Entry](get_args(Entry), "a decision")
+
+
+def began_of(start: Start) -> Began:
+    """How a run began whose log starts so."""
+    return start.began if isinstance(start, Snapshot) else start
 
 
 def line_of(entry: Entry) -> str:

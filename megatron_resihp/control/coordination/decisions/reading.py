@@ -12,12 +12,20 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from megatron_resihp.coding import WrongValueError, version_said
-from megatron_resihp.control.coordination.decisions.entries import ENTRIES, Began, Entry, Step
+from megatron_resihp.control.coordination.decisions.entries import (
+    ENTRIES,
+    Began,
+    Entry,
+    Snapshot,
+    Start,
+    Step,
+    began_of,
+)
 from megatron_resihp.protocol.wire import MalformedError
 from megatron_resihp.version import __version__
 
-_BEGINS: Final = f'"kind": "{Began.__name__}"'
-"""What an entry with which a run begins has, among its first characters; likewise of other versions."""
+_STARTS: Final = tuple(f'"kind": "{kind.__name__}"' for kind in (Began, Snapshot))
+"""What an entry with which a log starts has, among its first characters; likewise of other versions."""
 _HEAD: Final = 80
 
 
@@ -48,14 +56,22 @@ class Decisions:
     """What is known of the last run.
 
     Attributes:
+        start: how the run began, or the last snapshot.
+        steps: what has come since.
         problem: why steps are missing after these, in words; empty: none are.
         last: number of the last entry where they were read.
+        characters: of the steps, where they were read.
     """
 
-    began: Began
+    start: Start
     steps: tuple[Step, ...]
     problem: str = ""
     last: int = field(default=0, compare=False)
+    characters: int = field(default=0, compare=False)
+
+    @property
+    def began(self) -> Began:
+        return began_of(self.start)
 
 
 def decisions_in(read: Sequence[Read], place: str, unit: str, cut_off: bool = False) -> Decisions:
@@ -69,25 +85,26 @@ def decisions_in(read: Sequence[Read], place: str, unit: str, cut_off: bool = Fa
     Raises:
         UnusableError: there are none, or they are of another version.
     """
-    first = max((index for index, each in enumerate(read) if _BEGINS in each.text[:_HEAD]), default=None)
+    first = max((index for index, each in enumerate(read) if _is_start(each.text)), default=None)
     if first is None:
         raise NotBegunError(f"{place} holds no decisions: its job has not begun")
     version = _version_in(read[first].text)
     if version not in (None, __version__):
         raise UnusableError(f"{place} holds decisions of version {version}, this is {__version__}; replay them there")
     entries, problem = _entries_of(read[first:], unit)
-    if not entries or not isinstance(entries[0], Began):
+    if not entries or not isinstance(entries[0], Start):
         raise UnusableError(f"{place} holds no decisions: {problem}")
     if cut_off:
         problem = problem or f"its last {unit} is cut off"
     steps = tuple(entry for entry in entries if isinstance(entry, Step))
     told = problem and f"{place}: {problem}; what came before it is replayed"
-    return Decisions(entries[0], steps, told, read[-1].number)
+    return Decisions(entries[0], steps, told, read[-1].number, sum(len(each.text) for each in read[first + 1 :]))
 
 
 def _entries_of(read: Sequence[Read], unit: str) -> tuple[list[Entry], str]:
     """The entries of one run, and why those that come after them are missing; empty: none are."""
     entries: list[Entry] = []
+    before = 0
     for number, text, damage in read:
         if damage:
             return entries, f"{unit} {number} is damaged: {damage}"
@@ -95,15 +112,22 @@ def _entries_of(read: Sequence[Read], unit: str) -> tuple[list[Entry], str]:
             entry = ENTRIES.read(text).body
         except MalformedError as error:
             return entries, f"{unit} {number} is damaged: {error}"
-        if isinstance(entry, Step) and entry.number != len(entries):
-            return entries, f"{unit} {number} has step {entry.number}, and step {len(entries)} is missing"
+        if isinstance(entry, Step) and entry.number != before + len(entries):
+            return entries, f"{unit} {number} has step {entry.number}, and step {before + len(entries)} is missing"
+        if isinstance(entry, Snapshot):
+            before = entry.number
         entries.append(entry)
     return entries, ""
+
+
+def _is_start(line: str) -> bool:
+    return any(kind in line[:_HEAD] for kind in _STARTS)
 
 
 def _version_in(line: str) -> Any:
     """Which version of this package a run was of; None: the line doesn't say it."""
     try:
-        return version_said(json.loads(line)["body"])
-    except (LookupError, TypeError, ValueError, WrongValueError):
+        body = json.loads(line)["body"]
+        return version_said(body.get("began", body))
+    except (AttributeError, LookupError, TypeError, ValueError, WrongValueError):
         return None

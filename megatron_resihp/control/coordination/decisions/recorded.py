@@ -19,6 +19,7 @@ from megatron_resihp.control.coordination.decisions.entries import (
     NotFound,
     Passed,
     PlannerSaid,
+    Snapshot,
     Step,
     TakenOver,
     digest_of,
@@ -26,6 +27,8 @@ from megatron_resihp.control.coordination.decisions.entries import (
     line_of_step,
     names_of,
 )
+from megatron_resihp.control.coordination.decisions.handover import Handover
+from megatron_resihp.control.coordination.decisions.plain_state import plain_state
 from megatron_resihp.control.coordination.decisions.replay import Replay, feed, told
 from megatron_resihp.control.coordination.state_machine.membership import Input, Membership
 from megatron_resihp.control.coordination.state_machine.state import State
@@ -68,13 +71,16 @@ class Recorded:
         write: Write = lambda lines: None,
         run: str = "",
     ) -> None:
-        self._go_on(Membership(size, limits, self._plan), 0, 0.0, next_plan, write)
-        write([line_of(Began(__version__, size, self.state.limits, run))])
+        membership = Membership(size, limits, self._plan)
+        self._began, self._handover = Began(__version__, size, membership.state.limits, run), Handover()
+        self._go_on(membership, 0, 0.0, next_plan, write)
+        write([line_of(self._began)])
 
     @classmethod
     def after(cls, replay: Replay, next_plan: NextPlan, write: Write) -> Self:
         """The state machine that has folded a log, and goes on where that ends."""
         going_on = cls.__new__(cls)
+        going_on._began, going_on._handover = replay.began, replay.handover
         going_on._go_on(replay.membership, replay.steps, replay.now, next_plan, write)
         replay.planner = going_on._plan
         return going_on
@@ -145,6 +151,20 @@ class Recorded:
             lines, self._lines, self._unwritten = self._lines, [], 0
             self._write(lines)
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether training goes on, and nothing is under way: a snapshot is smallest then."""
+        return self.state.phase is Phase.RUNNING and self.state.changes.under_way is None
+
+    def snapshot(self) -> str:
+        """A line that may stand for all that were written so far."""
+        self.write_down()
+        told = self._handover
+        return line_of(Snapshot(
+            self._began, self._number, self._noted_at, plain_state(self.state), told.began_at, tuple(told.published),
+            tuple(told.facts), told.last, tuple(map(tuple, told.letters)), tuple(told.from_agents),
+        ))  # fmt: skip
+
     def _after_time(self, fed: Fed, now: float, letter: str | None = None, said: str = "") -> list[Action]:
         over = self._take_time(now) if self._passed_s else []
         return over + self._step(fed, now, letter, said)
@@ -176,6 +196,7 @@ class Recorded:
         self._reached, self._page = self.state.job.reached, self.state.job.pages.last
         answers, names, digest = tuple(self._answers), names_of(actions), digest_of(actions)
         step = Step(self._number, now, fed, letter, reached, page, answers, names, digest, error)
+        self._handover.note(step, actions, self.state.epoch)
         line = line_of_step(step, said)
         self._lines.append(line)
         self._unwritten += len(line)

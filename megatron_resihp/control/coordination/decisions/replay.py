@@ -11,18 +11,22 @@ from collections.abc import Iterable, Iterator
 
 from megatron_resihp.control.coordination.actions import Action
 from megatron_resihp.control.coordination.decisions.entries import (
-    Began,
     CoordinatorFailed,
     Fed,
     Found,
     NotFound,
     Passed,
     PlannerSaid,
+    Snapshot,
+    Start,
     Step,
     TakenOver,
+    began_of,
     digest_of,
     names_of,
 )
+from megatron_resihp.control.coordination.decisions.handover import Handover
+from megatron_resihp.control.coordination.decisions.plain_state import state_from
 from megatron_resihp.control.coordination.state_machine.membership import Membership
 from megatron_resihp.control.replanning.inventory import Survivors
 from megatron_resihp.control.replanning.next_plan import NextPlan
@@ -42,16 +46,27 @@ class _PlannerFailed(Exception):
 class Replay:
     """A fresh state machine, which hears from the planner what the run heard.
 
+    Args:
+        start: of the log.
+
     Attributes:
+        began: how the run began.
         membership: in the state that the steps so far have led to.
+        handover: what there is beside that.
         steps: how many these are.
         now: Unix time of the last one.
         planner: is asked, once a run goes on where its log ends; until then the log answers.
     """
 
-    def __init__(self, began: Began) -> None:
-        self.membership = Membership(began.size, began.limits, lambda survivors: self.planner(survivors))
-        self.steps, self.now = 0, 0.0
+    def __init__(self, start: Start) -> None:
+        snapshot = start if isinstance(start, Snapshot) else None
+        self.began = began = began_of(start)
+        self.membership = Membership(
+            began.size, began.limits, lambda survivors: self.planner(survivors),
+            None if snapshot is None else state_from(snapshot.state),
+        )  # fmt: skip
+        self.handover = Handover() if snapshot is None else Handover.of(snapshot)
+        self.steps, self.now = (0, 0.0) if snapshot is None else (snapshot.number, snapshot.now)
         self.planner: NextPlan = self._plan
         self._answers: deque[PlannerSaid] = deque()
         self._error: str | None = None
@@ -65,6 +80,7 @@ class Replay:
         for step in steps:
             actions = self._take(step)
             self.steps, self.now = step.number, step.now
+            self.handover.note(step, actions, self.membership.state.epoch)
             yield step, actions
 
     def _take(self, step: Step) -> list[Action]:

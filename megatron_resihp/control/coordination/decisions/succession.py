@@ -8,27 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Final
 
-from megatron_resihp.control.coordination.actions import End, Log, Notify
+from megatron_resihp.control.coordination.actions import End
+from megatron_resihp.control.coordination.decisions.entries import Published
 from megatron_resihp.control.coordination.decisions.reading import Decisions
 from megatron_resihp.control.coordination.decisions.replay import Replay
 from megatron_resihp.control.coordination.state_machine.state import State
-from megatron_resihp.events.epochs import EpochStarted
-from megatron_resihp.events.event import Event, stamped
-from megatron_resihp.events.job import Job, Model, RunStarted
-from megatron_resihp.events.workers import NodeLeft, WorkerDead, WorkersLeft, WorkerWaiting
-from megatron_resihp.protocol.logs import LogsWanted
-from megatron_resihp.protocol.messages import NodeReport
-from megatron_resihp.protocol.published import EmergencyCheckpointOrder, EpochPlan, Go
+from megatron_resihp.events.event import Event
+from megatron_resihp.events.job import RunStarted
 
-Published = Notify | EpochPlan | EmergencyCheckpointOrder | Go | LogsWanted
-"""What is carried out again: it leads to the same keys in a store, and the same logs, as it did before."""
 LOGGED_S: Final = 5.0
 """Long after a decision its events have been logged."""
-_FACTS: Final = (Job, Model, WorkerWaiting, WorkerDead, WorkersLeft, NodeLeft)
-"""Events that planner and detector need; of the starts of epochs, the last one."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +29,7 @@ class Succession:
     Attributes:
         replay: has done it.
         decisions: the log.
-        published: in its order.
-        facts: what planner and detector have been told.
-        last: what was to be logged last. It may not have been: a coordinator decides before it logs.
-        end: of the job, if it has ended.
+        published, facts, last, end: as of `Handover`; the start of the run is a fact, too.
     """
 
     replay: Replay
@@ -63,14 +51,13 @@ class Succession:
     @property
     def began_at(self) -> float:
         """Unix time of the first step."""
-        return self.decisions.steps[0].now if self.decisions.steps else 0.0
+        return self.replay.handover.began_at or 0.0
 
     @property
     def letters(self) -> frozenset[str]:
-        """The ids of those that have been decided about."""
-        own = (step.letter for step in self.decisions.steps if step.letter is not None)
-        reports = (step.fed for step in self.decisions.steps if isinstance(step.fed, NodeReport))
-        return frozenset(chain(own, (each.letter for report in reports for each in report.survivors)))
+        """The ids of those that have been decided about and may come again."""
+        told = self.replay.handover
+        return frozenset().union(told.from_agents, *told.letters)
 
     @property
     def awaited(self) -> frozenset[int]:
@@ -87,20 +74,12 @@ def succession(decisions: Decisions) -> Succession:
     Raises:
         DifferenceError: this version decides otherwise.
     """
-    replay = Replay(decisions.began)
-    published: list[Published] = []
-    facts: list[Event] = [_started(decisions)]
-    last: tuple[Event, ...] = ()
-    end: End | None = None
-    for step, actions in replay.fold(decisions.steps):
-        published += [action for action in actions if isinstance(action, Published)]
-        end = next((action for action in actions if isinstance(action, End)), end)
-        epoch = replay.membership.state.epoch
-        last = tuple(stamped(action.event, step.now, epoch) for action in actions if isinstance(action, Log))
-        if any(isinstance(event, EpochStarted) for event in last):
-            facts = [event for event in facts if not isinstance(event, EpochStarted)]
-        facts += [event for event in last if isinstance(event, (*_FACTS, EpochStarted))]
-    return Succession(replay, decisions, tuple(published), tuple(facts), last, end)
+    replay = Replay(decisions.start)
+    for _ in replay.fold(decisions.steps):
+        pass
+    told = replay.handover
+    facts = (_started(decisions, told.began_at or 0.0), *told.facts)
+    return Succession(replay, decisions, tuple(told.published), facts, told.last, told.end)
 
 
 def unlogged(last: Sequence[Event], logged: Sequence[Event]) -> list[Event]:
@@ -115,10 +94,9 @@ def unlogged(last: Sequence[Event], logged: Sequence[Event]) -> list[Event]:
     return [event for event in last if replace(event, time=0.0) not in known]
 
 
-def _started(decisions: Decisions) -> RunStarted:
+def _started(decisions: Decisions, at: float) -> RunStarted:
     size = decisions.began.size
-    now = decisions.steps[0].now if decisions.steps else 0.0
     return RunStarted(
-        time=now, world_size=size.workers, nproc_per_node=size.workers_per_node, nnodes=size.nodes,
+        time=at, world_size=size.workers, nproc_per_node=size.workers_per_node, nnodes=size.nodes,
         most_nodes=size.most_nodes,
     )  # fmt: skip

@@ -45,7 +45,7 @@ class FailedLinks:
     node_of: Callable[[int], int]
     left_out: set[int] = field(default_factory=set)
     good_in: dict[tuple[int, int], float] = field(default_factory=dict)
-    _failures: Counter[tuple[int, int]] = field(default_factory=Counter)
+    _failures: dict[tuple[int, int], int] = field(default_factory=dict)
     """Pair of workers → how often their link failed, since a worker last died."""
     _forgotten_in: dict[tuple[int, int], float] = field(default_factory=dict)
     """Pair of workers with failures → seconds until these don't count any more."""
@@ -60,7 +60,7 @@ class FailedLinks:
         for pair in pairs:
             if (nodes := self._nodes(pair)) is None:
                 continue
-            self._failures[pair] += 1
+            self._failures[pair] = self._failures.get(pair, 0) + 1
             self._forgotten_in[pair] = GOOD_S
             if self._failures[pair] >= FAILURES or nodes in self.good_in:
                 self.good_in[nodes] = GOOD_S

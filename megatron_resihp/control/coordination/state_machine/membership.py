@@ -36,13 +36,17 @@ class Membership:
 
     Args:
         next_plan: plans when workers have died.
+        state: to go on with; None: the job begins.
 
     Attributes:
         state: what it knows; only to be read.
     """
 
-    def __init__(self, size: JobSize, limits: Limits | None = None, next_plan: NextPlan = uniform_or_less) -> None:
-        self.state = State(Job(size), limits or Limits())
+    def __init__(
+        self, size: JobSize, limits: Limits | None = None, next_plan: NextPlan = uniform_or_less,
+        state: State | None = None,
+    ) -> None:  # fmt: skip
+        self.state = state or State(Job(size), limits or Limits())
         plans = Plans(self.state, next_plan)
         self._ends = Ends(self.state, plans)
         self._changes = changes = ChangesByChoice(self.state, plans, self._ends)

@@ -195,6 +195,10 @@ class Gateway:
         found = tuple(_held(plain) for answer in answers for plain in answer.get("kvs", ()))
         return Outcome(said.get("succeeded", False), int(said["header"]["revision"]), found)
 
+    def compact(self, revision: int) -> None:
+        """Let etcd forget what keys held before this revision."""
+        self._post("kv/compaction", {"revision": str(revision)})
+
     def get(self, key: str) -> Held | None:
         """What a key holds; None: there is no such key."""
         return next(map(_held, self._range({"key": _coded(key)})), None)

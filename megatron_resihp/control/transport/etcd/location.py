@@ -74,11 +74,13 @@ class Location:
         Args:
             run: the run's token. Some of its nodes may be known already.
         """
-        pieces, nodes, own = f"{self.run}/pieces/", f"{self.run}/known", self.known(run)
-        return (
-            (self.entries[0], self.entry(number)), (pieces, f"{pieces}{number:09}"),
-            (f"{nodes}/", own), (f"{own[:-1]}0", f"{nodes}0"),
-        )  # fmt: skip
+        nodes, own = f"{self.run}/known", self.known(run)
+        return (*self.log_before(number), (f"{nodes}/", own), (f"{own[:-1]}0", f"{nodes}0"))
+
+    def log_before(self, number: int) -> tuple[tuple[str, str], ...]:
+        """The keys of all entries before this one, as of `entries`."""
+        pieces = f"{self.run}/pieces/"
+        return (self.entries[0], self.entry(number)), (pieces, f"{pieces}{number:09}")
 
     @property
     def entries(self) -> tuple[str, str]:

@@ -9,20 +9,23 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from replayed import entries_in
+from replayed import entries_in, known
 from test_coordinator import STARTED, Played, keep, order_in, ready, report, saved
 
 from megatron_resihp.control import exit_codes, keys
-from megatron_resihp.control.coordination.actions import Phase
+from megatron_resihp.control.coordination.actions import Notify, Phase
 from megatron_resihp.control.coordination.coordinator import Coordinator
-from megatron_resihp.control.coordination.decisions.entries import Began, Entry, Step, TakenOver, line_of
+from megatron_resihp.control.coordination.decisions.entries import Entry, Start, Step, TakenOver, line_of
+from megatron_resihp.control.coordination.decisions.handover import LETTERS_KEPT, Handover
 from megatron_resihp.control.coordination.decisions.reading import Decisions
 from megatron_resihp.control.coordination.decisions.recorded import Recorded, UnrecordedError
 from megatron_resihp.control.coordination.decisions.succession import Succession, succession, unlogged
 from megatron_resihp.control.coordination.state_machine.state import State
 from megatron_resihp.control.job_size import JobSize
+from megatron_resihp.control.replanning.next_plan import uniform_or_less
 from megatron_resihp.events.event import Event
 from megatron_resihp.events.workers import WorkerDead
+from megatron_resihp.plan import ParallelPlan, Replica
 from megatron_resihp.protocol.messages import (
     Message,
     NodeReport,
@@ -32,8 +35,8 @@ from megatron_resihp.protocol.messages import (
     Survivor,
     SurvivorReport,
 )
-from megatron_resihp.protocol.notices import NOTICES, EpochIsBroken
-from megatron_resihp.protocol.published import END
+from megatron_resihp.protocol.notices import NOTICES, EpochIsBroken, SaveOrder
+from megatron_resihp.protocol.published import END, EpochPlan, Go
 from megatron_resihp.protocol.records import IterationPhase, Record
 from megatron_resihp.protocol.wire import Letter
 
@@ -86,9 +89,16 @@ def run_until(lost_at: int | None) -> tuple[list[Entry], Played]:
 
 def folded(entries: Sequence[Entry]) -> Succession:
     """As from a file."""
-    began, *steps = entries_in([line_of(entry) for entry in entries])
-    assert isinstance(began, Began) and all(isinstance(step, Step) for step in steps)
-    return succession(Decisions(began, tuple(steps)))  # type: ignore[arg-type]
+    start, *steps = entries_in([line_of(entry) for entry in entries])
+    assert isinstance(start, Start) and all(isinstance(step, Step) for step in steps)
+    return succession(Decisions(start, tuple(steps)))  # type: ignore[arg-type]
+
+
+def shortened(entries: Sequence[Entry], by: int) -> list[Entry]:
+    """A snapshot in the place of the first entries."""
+    before = folded(entries[:by])
+    [snapshot] = entries_in([Recorded.after(before.replay, uniform_or_less, lambda lines: None).snapshot()])
+    return [snapshot, *entries[by:]]
 
 
 def published(store: Played) -> dict[str, str]:
@@ -106,6 +116,51 @@ def test_the_store_is_as_it_was_wherever_the_one_before_was_lost() -> None:
         again = Played()
         coordinator(again, keep([]), folded(entries[:number])).take_over()
         assert published(again) == published(store), f"lost after {number} entries"
+
+
+def test_a_snapshot_says_what_the_entries_said_that_it_stands_for() -> None:
+    entries, store = run_until(None)
+    before = folded(entries)
+    for by in range(1, len(entries)):
+        after, again = folded(shortened(entries, by)), Played()
+        assert known(after.state) == known(before.state)
+        assert (after.facts, after.last, after.end, after.letters, after.began_at, after.awaited, after.run) == (
+            before.facts, before.last, before.end, before.letters, before.began_at, before.awaited, before.run
+        ), f"{by} entries in a snapshot"  # fmt: skip
+        coordinator(again, keep([]), after).take_over()
+        assert published(again) == published(store)
+        twice = shortened([*shortened(entries, by)], 1)
+        assert line_of(twice[0]) == line_of(shortened(entries, by)[0]), "a snapshot of a snapshot is the same"
+
+
+def test_what_is_handed_over_does_not_grow_with_the_number_of_epochs() -> None:
+    """Of plans and letters; the dead are not forgotten."""
+    handover, letter = Handover(), 0
+    plan = ParallelPlan((Replica(((0,),), (0,)),))
+    sizes = []
+    for epoch in range(40):
+        for action in (EpochPlan(epoch, plan, None), Notify(SaveOrder(epoch + 1)), Go(epoch, ())):
+            letter += 1
+            handover.note(Step(letter, 1.0, TakenOver("it"), f"letter {letter}"), [action], epoch)
+        for _ in range(LETTERS_KEPT // 2):
+            letter += 1
+            handover.note(Step(letter, 1.0, TakenOver("it"), f"letter {letter}"), [], epoch)
+        sizes.append(sum(map(len, handover.letters)))
+    plans = [each.epoch for each in handover.published if isinstance(each, EpochPlan)]
+    gos = [each.epoch for each in handover.published if isinstance(each, Go)]
+    assert (plans, gos) == ([0, 38, 39], [38, 39])
+    assert f"letter {letter - LETTERS_KEPT + 1}" in frozenset().union(*handover.letters) and sizes[-1] == sizes[10]
+
+
+def test_letters_of_agents_are_known_for_ever() -> None:
+    """An agent tells each coordinator all that it has ever told one."""
+    handover = Handover()
+    handover.note(Step(1, 1.0, ProcessExited(3, -9, 1.0), "agent 3.1"), [], 0)
+    for epoch in range(1, 10):
+        handover.note(Step(1 + epoch, 1.0, ready(0, epoch), f"{epoch}"), [Go(epoch, ())], epoch)
+        handover.note(Step(1 + epoch, 1.0, ready(0, epoch), f"{epoch}"), [], epoch)
+        handover.letters[-1] += [""] * LETTERS_KEPT
+    assert handover.from_agents == ["agent 3.1"] and len(handover.letters) == 3
 
 
 def test_a_letter_that_was_decided_about_counts_once_and_another_is_made_up_for() -> None:

@@ -129,9 +129,8 @@ def a_message_is_folded_twice(patch: Patch) -> None:
 
 
 def a_deposed_leaders_write_is_accepted(patch: Patch) -> None:
-    def make(self: Any, put: Put, entry: Put, number: int) -> bool:
-        self._gateway.transact({}, put)
-        return True
+    def make(self: Any, put: Put, *_: Any) -> int:
+        return self._gateway.transact({}, put).revision  # type: ignore[no-any-return]
 
     patch.setattr(EtcdLog, "_make", make)
 

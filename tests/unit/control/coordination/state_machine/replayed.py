@@ -7,7 +7,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_resihp.control.coordination.decisions.entries import ENTRIES, Began, Entry, Step, line_of
+from megatron_resihp.control.coordination.decisions.entries import (
+    ENTRIES,
+    Began,
+    Entry,
+    Snapshot,
+    Step,
+    line_of,
+)
 from megatron_resihp.control.coordination.decisions.recorded import Recorded
 from megatron_resihp.control.coordination.decisions.replay import Replay
 
@@ -22,7 +29,7 @@ def recorded(*arguments: Any) -> Recorded:
 
 
 def replay_all() -> None:
-    """Replay what has been recorded; each replay decides the same, and knows the same in the end."""
+    """Replay what has been recorded; each replay decides the same, and knows the same in the end, as a snapshot."""
     runs = list(_runs)
     _runs.clear()
     for run, lines in runs:
@@ -31,6 +38,9 @@ def replay_all() -> None:
         job = run.state.job
         again.progressed(job.reached, job.pages.last)  # which the next step would have told
         assert known(again.state) == known(run.state)
+        [snapshot] = entries_in([run.snapshot()])
+        assert isinstance(snapshot, Snapshot) and snapshot.number == len(lines) - 1
+        assert known(Replay(snapshot).membership.state) == known(run.state)
 
 
 def entries_in(lines: Sequence[str]) -> list[Entry]:

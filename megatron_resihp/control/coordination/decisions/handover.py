@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a coordinator that takes over needs beside the state: what to publish again, and what others have been told.
+
+Kept step by step, by whoever decides and by whoever reads what was decided. It has a bound but for what is remembered
+of each worker that was lost. Pure; may import `events`, `protocol` and this package's modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, Self
+
+from megatron_resihp.control.coordination.actions import Action, End, Log
+from megatron_resihp.control.coordination.decisions.entries import PUBLISHED, Published, Snapshot, Step
+from megatron_resihp.events.epochs import EpochStarted
+from megatron_resihp.events.event import Event, stamped
+from megatron_resihp.events.job import Job, Model
+from megatron_resihp.events.workers import NodeLeft, WorkerDead, WorkersLeft, WorkerWaiting
+from megatron_resihp.protocol.messages import NodeReport, WordOfAgent
+from megatron_resihp.protocol.published import EmergencyCheckpointOrder, EpochPlan, Go
+
+_FACTS: Final = (Job, Model, WorkerWaiting, WorkerDead, WorkersLeft, NodeLeft)
+"""Events that planner and detector need; of the starts of epochs, the last one."""
+LETTERS_KEPT: Final = 10_000
+"""Of workers the ids of so many letters are known at least, and of all since the epoch before the last began."""
+EPOCHS: Final = 3
+
+
+@dataclass
+class Handover:
+    """What there is to hand over after some step.
+
+    Attributes:
+        began_at: Unix time of the first step; None: there was none.
+        published: in its order, but for plans that nobody needs any more (see `Bulletin`).
+        facts: what planner and detector have been told since the run began.
+        last: what was to be logged last. It may not have been: a coordinator decides before it logs.
+        end: of the job, if it has ended.
+        letters: for each of the last epochs, the ids of those that have been decided about.
+        from_agents: the ids of all that agents have sent, which they keep as long as the job lasts.
+    """
+
+    began_at: float | None = None
+    published: list[Published] = field(default_factory=list)
+    facts: list[Event] = field(default_factory=list)
+    last: tuple[Event, ...] = ()
+    end: End | None = None
+    letters: list[list[str]] = field(default_factory=lambda: [[]])
+    from_agents: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> Self:
+        """As it was when a snapshot was made."""
+        return cls(
+            snapshot.began_at, list(snapshot.published), list(snapshot.facts), snapshot.last,
+            letters=[list(each) for each in snapshot.letters], from_agents=list(snapshot.from_agents),
+        )  # fmt: skip
+
+    def note(self, step: Step, actions: Sequence[Action], epoch: int) -> None:
+        """A step has been taken. `epoch`: the one that it has led to."""
+        if self.began_at is None:
+            self.began_at = step.now
+        if step.letter is not None:
+            (self.from_agents if isinstance(step.fed, WordOfAgent) else self.letters[-1]).append(step.letter)
+        if isinstance(step.fed, NodeReport):
+            self.letters[-1] += [each.letter for each in step.fed.survivors]
+        self.last = tuple(stamped(action.event, step.now, epoch) for action in actions if isinstance(action, Log))
+        for action in actions:
+            if isinstance(action, Go):
+                self._begin(action.epoch)
+            if isinstance(action, PUBLISHED):
+                self.published.append(action)
+            elif isinstance(action, End):
+                self.end = action
+        if any(isinstance(event, EpochStarted) for event in self.last):
+            self.facts = [event for event in self.facts if not isinstance(event, EpochStarted)]
+        self.facts += [event for event in self.last if isinstance(event, (*_FACTS, EpochStarted))]
+
+    def _begin(self, epoch: int) -> None:
+        """An epoch begins. Nobody needs plans from before the last one any more, but workers that join the first."""
+        before = max((each.epoch for each in self.published if isinstance(each, Go)), default=0)
+
+        def is_needed(each: Published) -> bool:
+            return not isinstance(each, (EpochPlan, EmergencyCheckpointOrder, Go)) or each.epoch >= before or (
+                isinstance(each, EpochPlan) and each.epoch == 0
+            )  # fmt: skip
+
+        self.published = [each for each in self.published if is_needed(each)]
+        self.letters.append([])
+        while len(self.letters) > EPOCHS and sum(map(len, self.letters[1:])) >= LETTERS_KEPT:
+            del self.letters[0]
