@@ -13,12 +13,12 @@ import shutil
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from megatron_resihp.events.codec import UnusableEventError, plain, read_event
-from megatron_resihp.events.event import Event
+from megatron_resihp.events.event import NOT_YET, Event
 from megatron_resihp.events.job import RunStarted
 from megatron_resihp.events.nonfinite import jsonable
 from megatron_resihp.events.own_file import in_place_of
@@ -48,7 +48,7 @@ class EventLog:
         Raises:
             OSError: it can't be written; later ones perhaps can.
         """
-        line = json.dumps(jsonable(plain(event, self._clock())), default=_plain, allow_nan=False)
+        line = _line_of(event, self._clock())
         with self._lock:
             if self._file is None:
                 raise ValueError(f"{self.path} is closed; no event can be written to it")
@@ -129,6 +129,23 @@ def read_events(path: str | os.PathLike[str], last_bytes: int | None = None) -> 
     return EventFile(events, malformed, truncated, len(malformed) > before_last_run, dict(ignored))
 
 
+class Logged:
+    """Which events a log had when the process that wrote it was lost, by its end.
+
+    Args:
+        end: the last events of the log, in the order in which they were written.
+    """
+
+    def __init__(self, end: Sequence[Event]) -> None:
+        self._lines = {_line_of(event) for event in end}
+        times = [event.time for event in end]
+        self._since, self._until = min(times, default=0.0), max(times, default=0.0)
+
+    def has(self, event: Event) -> bool:
+        """Whether it had an event that has its time. One from before its end was written before the others."""
+        return event.time < self._since or (event.time <= self._until and _line_of(event) in self._lines)
+
+
 def read_last_run[E: Event](path: str | os.PathLike[str], kind: type[E]) -> list[E]:
     """The events of one kind that a log has of its last run. Only their lines are parsed, so a long log takes little
     time. Raises OSError if it cannot be read at all."""
@@ -165,6 +182,10 @@ def read_first_epoch(path: str | os.PathLike[str], most: int) -> list[Iteration]
         if (value := _parse(line)) is not None:
             _add(value, events, Counter())
     return [event for event in events if isinstance(event, Iteration)]
+
+
+def _line_of(event: Event, time: float = NOT_YET) -> str:
+    return json.dumps(jsonable(plain(event, time)), default=_plain, allow_nan=False)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -68,7 +68,7 @@ from megatron_resihp.control.worker.saved_state import last_save
 from megatron_resihp.events.bus import EventBus
 from megatron_resihp.events.detection import Verdict
 from megatron_resihp.events.log import FILE_NAME as EVENTS
-from megatron_resihp.events.log import read_events, read_first_epoch, read_last_run
+from megatron_resihp.events.log import Logged, read_events, read_first_epoch, read_last_run
 from megatron_resihp.events.training import Iteration
 from megatron_resihp.protocol.notices import ValidationOrder
 from megatron_resihp.protocol.together import Together
@@ -254,15 +254,16 @@ def _open_headquarters(options: LaunchOptions, seat: Seat, mailbox: Mailbox) -> 
     replanner = Replanner(seat.run_dir, size, bus, requests.change_plan)
     began = None if seat.before is None else seat.before.began_at
     logbook = Logbook(bus, Term(seat.token, began, seat.holds.is_followed), before=healthy)
+    logged = Logged(())
     if seat.before is not None:
-        catch_up(seat.before, slow, bus, seat.sink, seat.run_dir / EVENTS)
+        logged = catch_up(seat.before, slow, bus, seat.sink, seat.run_dir / EVENTS)
     limits = Limits(
         options.survivor_timeout_s, min_workers=options.min_workers, drain_s=options.drain_deadline_s,
         replaceable=options.replaceable,
     )  # fmt: skip
     job = Job(
         size, list(options.command), limits, seat.token, seat.secret, seat.run_dir, seat.before, seat.holds, seat.claim,
-        seat.holds.is_followed,
+        seat.holds.is_followed, logged.has,
     )  # fmt: skip
     return Headquarters(
         seat.address, seat.listener, bus, requests, job, meeting, detection, replanner, logbook, mailbox.end,
@@ -270,19 +271,24 @@ def _open_headquarters(options: LaunchOptions, seat: Seat, mailbox: Mailbox) -> 
     )  # fmt: skip
 
 
-def catch_up(before: Succession, slow: Sequence[Verdict], bus: EventBus, sink: EventSink, log: Path) -> None:
+def catch_up(before: Succession, slow: Sequence[Verdict], bus: EventBus, sink: EventSink, log: Path) -> Logged:
     """Tell of what the coordinator before knew, and the log of what it lacks.
 
     Args:
         slow: what the detector has said last of workers and links that are not healthy again.
+
+    Returns:
+        what the log had: workers tell again what it may lack.
     """
-    unknown = unlogged(before.last, read_events(log, LOG_END).events)
+    end = read_events(log, LOG_END).events
+    unknown = unlogged(before.last, end)
     for fact in (*before.facts, *slow):
         if fact not in unknown:
             bus.publish(fact)
     sink.follow(bus)  # which has them
     for event in unknown:
         bus.publish(event)
+    return Logged(end)
 
 
 def _make_judge(

@@ -85,6 +85,7 @@ class Coordinator:
         shorten: may let a snapshot, which it is handed what makes it, stand for all that was written.
         run: the run's token.
         before: what a coordinator has decided that was lost, which this one takes the place of; None: the job begins.
+        is_logged: whether that one has written an event; workers tell the last ones again.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Coordinator:
         run: str = "",
         before: Succession | None = None,
         on_told: Callable[[Notice], None] = lambda notice: None,
+        is_logged: Callable[[Event], bool] = lambda event: False,
     ) -> None:
         self._store = store
         self._write_event = write_event
@@ -114,7 +116,7 @@ class Coordinator:
             self._membership = Recorded(size, limits, next_plan, write_decision, run)
         else:
             self._membership = Recorded.after(before.replay, next_plan, write_decision)
-        self._shorten = shorten
+        self._shorten, self._is_logged = shorten, is_logged
         self._bulletin = Bulletin(store)
         letters = frozenset[str]() if before is None else before.letters
         self._inbox = Inbox(store, self._membership.state, self._log, letters)
@@ -278,6 +280,8 @@ class Coordinator:
 
     def _write_events(self, message: Reported) -> None:
         for event in message.events:
+            if self._is_logged(event):
+                continue
             match event:
                 case Drill(action=action, target=int(worker)) if action in FATAL:
                     self._struck[worker] = event.time

@@ -41,7 +41,7 @@ from megatron_resihp.control.transport.store import StoreError
 from megatron_resihp.control.transport.store_client import CLONE_TIMEOUT_S, StoreClient, connect
 from megatron_resihp.control.transport.store_server import StoreServer
 from megatron_resihp.events.bus import EventBus
-from megatron_resihp.events.event import stamped
+from megatron_resihp.events.event import Event, stamped
 from megatron_resihp.events.job import RunFinished, Stall
 from megatron_resihp.protocol.published import END, JobEnd
 from megatron_resihp.protocol.wire import COORDINATOR
@@ -72,6 +72,7 @@ class Job:
         holds: whether the run directory is still this coordinator's.
         claim: makes it so, where there was a coordinator before; StoreError says why that can't be.
         is_followed: whether it is that of another coordinator which has taken over since then.
+        is_logged: whether the log had an event when the coordinator before was lost.
     """
 
     size: JobSize
@@ -84,6 +85,7 @@ class Job:
     holds: Callable[[], bool] = lambda: True
     claim: Callable[[], None] = lambda: None
     is_followed: Callable[[], bool] = lambda: False
+    is_logged: Callable[[Event], bool] = lambda event: False
 
 
 class Headquarters:
@@ -207,7 +209,7 @@ class Headquarters:
             reopen=partial(returning.offer, job.run_dir), on_heard=self._look_for_stalls,
             write_log=self._logbook.take, ask_down=SlurmQuery(os.environ, job.size.nodes, self._requests.tell_down).ask,
             write_decision=decisions.write, shorten=decisions.shorten, run=job.token, before=job.before,
-            on_told=self._stalls.told,
+            on_told=self._stalls.told, is_logged=job.is_logged,
         )  # fmt: skip
 
     def _open(self) -> StoreClient:

@@ -7,6 +7,7 @@ about.
 
 import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,8 +22,10 @@ from megatron_resihp.control.worker.heard import READ_S
 from megatron_resihp.protocol.logs import LogPage
 from megatron_resihp.protocol.messages import MESSAGES, EventsReported, Message, StillSaving
 
-NOT_KEPT: Final = (EventsReported, StillSaving)
-"""They decide nothing, or come again."""
+PAST_S: Final = 600.0
+"""Events that were told longer ago than this are in the log: a coordinator that writes nothing is lost sooner."""
+EVENTS_KEPT: Final = 1000
+"""Letters with events: what a coordinator has received it may not have written when it is lost."""
 PAGES_KEPT: Final = 1000
 """Pages may wait in a coordinator, for a disk that is full perhaps, when it is lost. The next one is sent the last ones
 again, and writes those that are not there."""
@@ -47,6 +50,8 @@ class Channel:
         self._kept: list[str] = []
         """Messages that may have been lost with a coordinator, each of which a later one folds once."""
         self._pages: deque[str] = deque(maxlen=PAGES_KEPT)
+        self._events: deque[tuple[float, str]] = deque(maxlen=EVENTS_KEPT)
+        """With when they were told, by the monotonic clock."""
         self._standing: dict[str, str] = {}
         if isinstance(store, LastingStore):
             store.follow(self._tell_again)
@@ -64,11 +69,20 @@ class Channel:
         with self._connection() as store:
             self._told += 1
             text = MESSAGES.write(message, f"worker {self._worker}", f"{self._name}.{self._told}")
-            if self._follows and isinstance(message, LogPage):
-                self._pages.append(text)
-            elif self._follows and not isinstance(message, NOT_KEPT):
-                self._kept.append(text)
+            if self._follows:
+                self._keep(message, text)
             store.push(keys.INBOX, text)
+
+    def _keep(self, message: Message, text: str) -> None:
+        match message:
+            case LogPage():
+                self._pages.append(text)
+            case EventsReported():
+                self._events.append((time.monotonic(), text))
+            case StillSaving():
+                pass  # It comes again.
+            case _:
+                self._kept.append(text)
 
     def heard_of_all(self) -> None:
         """What the coordinator has just said shows that it has decided about all that was told before."""
@@ -91,7 +105,9 @@ class Channel:
     def _tell_again(self, store: StoreClient) -> None:
         for key, value in self._standing.items():
             store.set_once(key, value)
-        for text in (*self._pages, *self._kept):
+        since = time.monotonic() - PAST_S
+        events = (text for told_at, text in self._events if told_at >= since)
+        for text in (*self._pages, *events, *self._kept):
             store.push(keys.INBOX, text)
 
     def put(self, key: str, value: str) -> None:

@@ -18,7 +18,7 @@ from megatron_resihp.events.codec import UnusableEventError, plain, read_event
 from megatron_resihp.events.event import Event, UnknownEvent, stamped
 from megatron_resihp.events.injections import Drill
 from megatron_resihp.events.job import RunStarted
-from megatron_resihp.events.log import EventLog, read_events, read_last_run
+from megatron_resihp.events.log import EventLog, Logged, read_events, read_last_run
 from megatron_resihp.events.schema import markdown
 from megatron_resihp.events.training import Agreed, EmergencyCheckpoint, Iteration, Samples
 from megatron_resihp.events.workers import WorkerFailed
@@ -51,6 +51,21 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
         Drill(time=12.5, epoch=0, action="kill", target=3), Drill(time=13.0, action="stop", target="node 1"),
     ]  # fmt: skip
     assert (found.malformed, found.truncated) == ([], False)
+
+
+def test_an_event_that_comes_again_is_known_by_what_it_says(tmp_path: Path) -> None:
+    """Also one whose loss is no number, and one from before the part of the log that was read."""
+    told = [
+        Iteration(time=time, epoch=0, worker=1, iteration=7, loss={}, grad_norm=math.nan) for time in (12.0, 13.0, 14.0)
+    ]
+    with EventLog(tmp_path / "events.jsonl") as log:
+        for event in (told[0], told[2]):
+            log.write(event)
+    logged = Logged(read_events(log.path).events)
+    assert [logged.has(event) for event in told] == [True, False, True]
+    earlier, later = (Drill(time=time, action="kill", target=1) for time in (11.0, 15.0))
+    assert logged.has(earlier) and not logged.has(later)
+    assert not Logged(()).has(earlier)
 
 
 def test_who_takes_a_log_over_has_it_alone(tmp_path: Path) -> None:

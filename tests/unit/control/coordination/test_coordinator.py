@@ -19,6 +19,7 @@ from megatron_resihp.control.coordination.coordinator import Coordinator
 from megatron_resihp.control.coordination.decisions.entries import Entry, Step
 from megatron_resihp.control.coordination.decisions.recorded import Write
 from megatron_resihp.control.job_size import JobSize
+from megatron_resihp.events.training import Iteration
 from megatron_resihp.plan import Chunk, Shard
 from megatron_resihp.planner import NoPlanError
 from megatron_resihp.protocol import published
@@ -327,6 +328,17 @@ def test_what_the_planner_raised_needs_no_planner_to_be_replayed(error: Exceptio
     store = Played(*trained_until_a_death(), *REPORTED, saved(0))
     ends_after(store, code, next_plan=next_plan, write_decision=keep(decisions))
     replay(decisions)
+
+
+def test_events_that_a_coordinator_before_has_written_are_not_written_again() -> None:
+    step = {"event": "iteration", "time": 1.0, "epoch": 0, "worker": 1, "tokens": 1.0}
+    told = [EventsReported(1, ({**step, "iteration": number},)) for number in (6, 7)]
+    *trained, death = trained_until_a_death()
+    events = ends_after(
+        Played(*trained, *told, death, END), code=exit_codes.FAILED,
+        is_logged=lambda event: isinstance(event, Iteration) and event.iteration == 6,
+    )  # fmt: skip
+    assert [event.iteration for event in events if isinstance(event, Iteration)] == [7]
 
 
 def test_pages_and_iterations_are_told_by_what_comes_after_them() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from megatron_resihp.control import exit_codes, keys
 from megatron_resihp.control.transport.lasting import LastingStore
 from megatron_resihp.control.transport.store import StoreError
+from megatron_resihp.control.worker import channel as channel_module
 from megatron_resihp.control.worker.channel import Channel
 from megatron_resihp.control.worker.client import WorkerControl
 from megatron_resihp.control.worker.doors import Doors
@@ -321,3 +323,19 @@ def test_pages_that_may_have_waited_in_a_lost_coordinator_are_sent_to_the_next(p
     for _ in range(2):
         store.lose()
         assert store.told[-1] == sent[-1000:]
+
+
+def test_events_that_a_lost_coordinator_may_not_have_written_are_told_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of long ago are in the log, and thousands of workers would tell them at once."""
+    store, now = Followed(), [1000.0]
+    monkeypatch.setattr(channel_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    channel = Channel(store, 1, lambda why: JobEnded(1, why))
+    for number in range(1, 4):
+        now[0] = 1000.0 + 500.0 * number
+        channel.tell(EventsReported(1, ({"number": number},)))
+    channel.heard_of_all()
+    now[0] += 10.0
+    store.lose()
+    assert store.told[-1] == [EventsReported(1, ({"number": number},)) for number in (2, 3)]
