@@ -27,6 +27,7 @@ from megatron_resihp.control.commands import (
     replay,
     stop,
 )
+from megatron_resihp.control.streams import let_no_output_end_this
 from megatron_resihp.extras import missing
 from megatron_resihp.report.live.run_report import RunReport
 
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 NEED_TORCH: Final = frozenset({"launch", "check", "health", "inject", "apply", "drain", "stop"})
 """Commands that need the extra `train`. Scripts may bring their own Megatron."""
+GO_ON_UNREAD: Final = frozenset({"launch", "coordinator", "health", "replay"})
+"""Commands that matter for what they do, or for their exit code: they do it though nobody takes what they print."""
 SCRIPTS: Final = ("pretrain_gpt.py", "make_dataset.py")
 """Scripts that come with the package."""
 
@@ -46,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if namespace.command is None:
         parser.print_help()
         return 2
+    if namespace.command in GO_ON_UNREAD:
+        let_no_output_end_this()
     if namespace.command in NEED_TORCH and (problem := missing(["torch"])):
         print(f"resihp: {problem}", file=sys.stderr)
         return 2

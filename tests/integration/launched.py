@@ -22,6 +22,7 @@ from forked_worker import fork_worker
 
 import megatron_resihp
 from megatron_resihp.cli import RunReport
+from megatron_resihp.control import streams
 from megatron_resihp.control.commands import launcher
 from megatron_resihp.control.commands.launch_options import LaunchOptions
 from megatron_resihp.control.coordination import coordinator
@@ -122,6 +123,7 @@ class Launched:
             os.dup2(output, 2)
             sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
             sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+            streams.let_no_output_end_this()
             megatron_resihp.enable = lambda: None
             agent.TERMINATE_S = 0.5  # type: ignore[misc]  # Some of these workers outlive SIGTERM on purpose.
             coordinator.GRACE_S = self.grace_s  # type: ignore[misc]

@@ -133,7 +133,7 @@ def _become_launcher(request: dict[str, Any]) -> NoReturn:
         from plain_job import launch_plain
 
         from megatron_resihp.cli import RunReport
-        from megatron_resihp.control import linux
+        from megatron_resihp.control import linux, streams
         from megatron_resihp.control.commands import launcher
         from megatron_resihp.control.commands.launch_options import LaunchOptions
         from megatron_resihp.control.transport.address import Address
@@ -150,6 +150,7 @@ def _become_launcher(request: dict[str, Any]) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+        streams.let_no_output_end_this()
         _enter_network(request.pop("network", None))
         os.environ.update(request.pop("environment", {}))
         _take_notes(run_dir)

@@ -22,7 +22,7 @@ from typing import Final, NoReturn
 
 from megatron_resihp.control import exit_codes, keys, linux
 from megatron_resihp.control.node import environment
-from megatron_resihp.control.node.streams import let_no_full_disk_end_this
+from megatron_resihp.control.streams import let_no_full_disk_end_this
 from megatron_resihp.control.transport.liveness import ENDED, FAILED, LivenessConnection
 from megatron_resihp.control.transport.store import StoreError
 from megatron_resihp.control.transport.store_client import StoreClient, open_connection

@@ -41,12 +41,17 @@ class Outputs:
 
     Files are written by the workers themselves, so that nothing is lost or slowed down; for marked lines a thread reads
     a pipe per worker. It is not the agent's own: a terminal that is held up must not hold up the watching.
+
+    Args:
+        mode: of MODES.
+        directory: of the files.
+        terminal: takes the lines; never fails, as of `streams.unfailing`.
     """
 
     def __init__(self, mode: str, directory: Path, terminal: TextIO) -> None:
         self._mode = mode
         self._directory = directory
-        self._terminal: TextIO | None = terminal
+        self._terminal = terminal
         self._streams: dict[int, _Stream] = {}
         self._opened: queue.SimpleQueue[_Stream] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -117,18 +122,9 @@ class Outputs:
         if not data and stream.unfinished:
             lines.append(stream.unfinished)
         stream.last.extend(lines)
-        self._show("".join(f"[w{stream.worker}] {line.decode(errors='replace')}\n" for line in lines))
+        self._terminal.write("".join(f"[w{stream.worker}] {line.decode(errors='replace')}\n" for line in lines))
+        self._terminal.flush()
         return bool(data)
-
-    def _show(self, text: str) -> None:
-        if self._terminal is None or not text:
-            return
-        try:
-            self._terminal.write(text)
-            self._terminal.flush()
-        except (OSError, ValueError):
-            # The reader of our output is gone; the job goes on.
-            self._terminal = None
 
 
 def _close(stream: _Stream) -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 from megatron_resihp.control.linux import HANDLED
 from megatron_resihp.control.replanning.planner_process import LOW_PRIORITY
+from megatron_resihp.control.streams import unfailing
 from megatron_resihp.protocol.planning import (
     PLANNER_ANSWERS,
     PLANNER_REQUESTS,
@@ -91,6 +92,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     if LOW_PRIORITY in sys.argv:
         os.nice(NICE)
+    sys.stderr = unfailing(sys.stderr)  # the launcher's, and no answer
     answers, sys.stdout = sys.stdout, sys.stderr  # nothing else may get among the answers
     _load()
     for line in sys.stdin:
