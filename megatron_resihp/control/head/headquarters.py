@@ -97,7 +97,8 @@ class Headquarters:
         requests: what others on node 0 want of the coordinator.
         meeting: where agents of other nodes connect; None where there are none.
         detection, replanner, logbook: ended at the end.
-        on_end: told, in a thread of this object's, if the store can't be served, or decisions can't be kept.
+        on_end: told, in a thread of this object's, if the store can't be served, decisions can't be kept, or others
+            can't be told that the coordinator has failed.
         leadership: in etcd, which keeps decisions, too; None: only the run directory does.
     """
 
@@ -152,14 +153,18 @@ class Headquarters:
 
     def _run(self) -> None:
         try:
-            store = self._open()
-        except StoreError as error:
-            self._on_end(Ending(exit_codes.REFUSED, str(error)))
-            return
-        except Exception as error:
-            traceback.print_exc()
+            try:
+                store = self._open()
+            except StoreError as error:
+                self._on_end(Ending(exit_codes.REFUSED, str(error)))
+            else:
+                self._lead(store)
+        except BaseException as error:
+            # Also where a handler has failed. Without a coordinator that is known to be lost, the job would hang.
             self._on_end(Ending(exit_codes.RETRY, _failed(error)))
-            return
+            traceback.print_exc()
+
+    def _lead(self, store: StoreClient) -> None:
         job = self._job
         try:
             if self._leadership is not None:
@@ -182,8 +187,8 @@ class Headquarters:
             if not self._closing.is_set():
                 self._on_end(Ending(exit_codes.RETRY, f"the coordinator is cut off: {error}"))
         except Exception as error:
-            traceback.print_exc()
             self._end(store, _failed(error))
+            traceback.print_exc()
 
     def _leave(self, why: Exception) -> None:
         """Decide nothing more. Workers find that the coordinator is gone, agree among themselves, save and end."""

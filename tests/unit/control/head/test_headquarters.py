@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import queue
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +22,7 @@ from megatron_resihp.control.node.mailbox import Ending
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.secret import fresh_secret
 from megatron_resihp.control.transport.store import StoreError, reserve
-from megatron_resihp.control.transport.store_client import connect
+from megatron_resihp.control.transport.store_client import StoreClient, connect
 from megatron_resihp.events.bus import EventBus
 from megatron_resihp.events.event import Event
 from megatron_resihp.protocol.published import END
@@ -89,6 +92,42 @@ def test_a_coordinator_that_can_t_open_its_store_ends_the_job(monkeypatch: pytes
     ending = ends.get(timeout=HEARD_S)
     assert (ending.code, ending.agreed) == (exit_codes.RETRY, False)
     assert ending.reason == "the coordinator failed: OSError: [Errno 9] Bad file descriptor"
+    made.close(ending, HEARD_S)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_coordinator_that_fails_and_can_not_say_so_leaves_an_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "stderr", Full())
+    made, address, _, _ = headquarters(ZeroDivisionError("twice"), monkeypatch, tmp_path)
+    end = END.read(connect(address, SECRET, HEARD_S).get(keys.END, HEARD_S)).body
+    assert end.reason == "the coordinator failed: ZeroDivisionError: twice"
+    made.close(Ending(1, end.reason, agreed=True), HEARD_S)
+
+
+@pytest.mark.parametrize("error", [ValueError("second"), SystemExit("second")])
+def test_a_coordinator_that_fails_once_more_while_it_ends_the_job_ends_this_node(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, error: BaseException
+) -> None:
+    """Else nobody would know that there is none any more."""
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    def run() -> None:
+        monkeypatch.setattr(StoreClient, "set", fail)
+        raise ZeroDivisionError("first")
+
+    monkeypatch.setattr(Headquarters, "_coordinator", lambda *_: SimpleNamespace(run=run))
+    made, _, _, ends = begun(tmp_path)
+    ending = ends.get(timeout=HEARD_S)
+    assert (ending.code, ending.agreed) == (exit_codes.RETRY, False)
+    assert ending.reason == f"the coordinator failed: {type(error).__name__}: second"
     made.close(ending, HEARD_S)
 
 
