@@ -10,6 +10,7 @@ import queue
 import secrets
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Final
 
@@ -131,7 +132,7 @@ class Link:
                     self._sent.append(letter)
                 if letter != NOTHING:
                     store.push(keys.INBOX, letter)
-        except (StoreError, TimeoutError) as error:
+        except Exception as error:
             self._lost(error)
 
     def _send_again(self, successor: StoreClient) -> None:
@@ -139,6 +140,14 @@ class Link:
             successor.push(keys.INBOX, letter)
 
     def _hear(self) -> None:
+        try:
+            if (store := self._join()) is not None:
+                self._await_end(store)
+        except Exception as error:
+            self._lost(error)
+
+    def _join(self) -> Store | None:
+        """Connect and introduce this agent; None: it ends, as it is refused, or the coordinator is lost."""
         store: Store | None = None
         try:
             store = self._connect()
@@ -148,27 +157,27 @@ class Link:
             refused = isinstance(error, RefusedSecretError | OtherProtocolError)
             refused = refused or (store is not None and self._still_there(store))
             self._on_end(Ending(exit_codes.REFUSED, str(error)) if refused else coordinator_lost(error))
-            return
+            return None
         self._belongs = True
         self._introduced.set()
+        return store
+
+    def _await_end(self, store: Store) -> None:
         ends, seen = Reader(END, f"agent {self.name}", "a malformed end of the job"), ""
-        try:
-            while not self._closed:
-                if isinstance(store, LastingStore):
-                    self._come_back(store)
-                if store.wait(keys.END, SLICE_S):
-                    text = store.get(keys.END, END_READ_S)
-                    end = None if text == seen else ends.read(text)
-                    if end is None:
-                        # The coordinator puts its own in that place when the job is over.
-                        seen = text
-                        time.sleep(SLICE_S)
-                        continue
-                    members = None if end.members is None else frozenset(end.members)
-                    self._on_end(Ending(end.code, end.reason, end.grace_s, True, members, end.terminate_s))
-                    return
-        except (StoreError, TimeoutError) as error:
-            self._lost(error)
+        while not self._closed:
+            if isinstance(store, LastingStore):
+                self._come_back(store)
+            if store.wait(keys.END, SLICE_S):
+                text = store.get(keys.END, END_READ_S)
+                end = None if text == seen else ends.read(text)
+                if end is None:
+                    # The coordinator puts its own in that place when the job is over.
+                    seen = text
+                    time.sleep(SLICE_S)
+                    continue
+                members = None if end.members is None else frozenset(end.members)
+                self._on_end(Ending(end.code, end.reason, end.grace_s, True, members, end.terminate_s))
+                return
 
     def _still_there(self, store: Store) -> bool:
         """Whether the coordinator is, so that an error which it has led to would come again."""
@@ -236,7 +245,7 @@ class Link:
                     self._act_on(notice)
                 if isinstance(notice, JobEnds):
                     return
-        except (StoreError, TimeoutError) as error:
+        except Exception as error:
             self._lost(error)
 
     def _act_on(self, notice: Notice) -> None:
@@ -254,8 +263,13 @@ class Link:
                 self._on_end(Ending(exit_codes.FINISHED, reason, LEAVING_S, members=frozenset(workers)))
 
     def _lost(self, error: Exception) -> None:
-        if not self._closed:
-            self._on_end(coordinator_lost(error))
-            if self._liveness is not None:
-                # Should it be there after all, it gives this node's workers up, which then hear it and end.
-                self._liveness.close()
+        """Whatever has ended a thread: this agent would not hear of the job's end, or not be heard, any more."""
+        if self._closed:
+            return
+        expected = isinstance(error, StoreError | TimeoutError)
+        self._on_end(coordinator_lost(error if expected else f"{type(error).__name__}: {error}"))
+        if self._liveness is not None:
+            # Should it be there after all, it gives this node's workers up, which then hear it and end.
+            self._liveness.close()
+        if not expected:
+            traceback.print_exception(error)

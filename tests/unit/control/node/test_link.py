@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
+import errno
 import queue
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from megatron_resihp.control import exit_codes
+from megatron_resihp.control import exit_codes, keys
 from megatron_resihp.control.node.link import Link
 from megatron_resihp.control.node.mailbox import Ending
 from megatron_resihp.control.transport.gate import RefusedSecretError
 from megatron_resihp.control.transport.store import StoreError
+from megatron_resihp.protocol.messages import SaveRequest
 
 WAIT_S = 10.0
 
@@ -64,3 +67,40 @@ def test_a_coordinator_that_does_not_let_a_node_in(error: StoreError, code: int)
         raise error
 
     assert ended(connect).code == code
+
+
+class Failing:
+    """A store whose client has a bug, or prints to a full disk, where this is done with it."""
+
+    def __init__(self, doing: str) -> None:
+        self._doing = doing
+
+    def check(self, key: str) -> bool:
+        return True
+
+    def wait(self, key: str, timeout_s: float) -> bool:
+        self.do("hear the end" if key == keys.END else "listen to notices")
+        time.sleep(0.01)
+        return False
+
+    def push(self, queue: str, value: str) -> None:
+        self.do("post")
+
+    def do(self, what: str) -> None:
+        if what == self._doing:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("doing", ["introduce itself", "hear the end", "listen to notices", "post"])
+def test_an_agent_that_fails_to_hear_or_to_be_heard_ends_as_if_the_coordinator_were_lost(doing: str) -> None:
+    """Else it would never hear of the job's end, and its node would stay for good."""
+    endings: queue.Queue[Ending] = queue.Queue()
+    store: Any = Failing(doing)
+    link = Link(lambda: store, lambda *_: store.do("introduce itself"), endings.put, lambda slowness: None)
+    try:
+        link.post(SaveRequest(0.0))
+        ending = endings.get(timeout=WAIT_S)
+    finally:
+        link.close(WAIT_S)
+    assert (ending.code, ending.agreed) == (exit_codes.RETRY, False)
+    assert ending.reason == "the coordinator is lost: OSError: [Errno 28] No space left on device"
