@@ -14,7 +14,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
-from typing import Final
+from typing import IO, Final
 
 from megatron_resihp.protocol.planning import PLANNER_ANSWERS, PLANNER_REQUESTS, NoPlan, PlannerAnswer, PlannerRequest
 from megatron_resihp.protocol.wire import COORDINATOR, MalformedError
@@ -51,26 +51,21 @@ class PlannerProcess:
             if self._closed:
                 return NoPlan("the job is ending", unanswered=True)
             try:
-                process = self._running()
-                line = _read_line(process, deadline) if _write(process, request, deadline) else b""
-                reason = f"no plan within {timeout_s:g} s"
-            except OSError as error:
-                line, reason = b"", f"the planner's process can't be asked: {error}"
-            try:
-                if line:
+                if line := self._answer(request, deadline):
                     return PLANNER_ANSWERS.read(line.decode(errors="replace")).body
+                reason = f"no plan within {timeout_s:g} s"
             except MalformedError as error:
                 reason = str(error)
-            self._end()
-            # Who asks stands still, and can't wait for that.
-            threading.Thread(target=self.rehearse, args=self._rehearsals, daemon=True).start()
+            except Exception as error:  # whatever it is, there are plans that need no planner
+                reason = f"the planner's process can't be asked: {type(error).__name__}: {error}"
+            self._begin_again()
             return NoPlan(reason, unanswered=True)
         finally:
             self._lock.release()
 
     def start(self) -> None:
         """Let the process load what it needs before the first request."""
-        with self._lock, suppress(OSError):
+        with self._lock, suppress(Exception):
             if not self._closed:
                 self._running()
 
@@ -86,7 +81,7 @@ class PlannerProcess:
                     if not _write(self._running(), replace(request, rehearsal=True), deadline):
                         self._end()
                         break
-            except OSError:
+            except Exception:  # the first plan takes longer then
                 self._end()
 
     def close(self) -> None:
@@ -97,6 +92,17 @@ class PlannerProcess:
             process.kill()
         with self._lock:
             self._end()
+
+    def _answer(self, request: PlannerRequest, deadline: float) -> bytes:
+        """The line of the answer; empty: there is none in time."""
+        process = self._running()
+        return _read_line(process, deadline) if _write(process, request, deadline) else b""
+
+    def _begin_again(self) -> None:
+        self._end()
+        with suppress(RuntimeError):  # no thread can be started now; then the next request starts the process
+            # Who asks stands still, and can't wait for that.
+            threading.Thread(target=self.rehearse, args=self._rehearsals, daemon=True).start()
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
@@ -114,8 +120,9 @@ class PlannerProcess:
     def _end(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            process.kill()
-            process.communicate()
+            with suppress(Exception):  # it is forgotten in any case
+                process.kill()
+                process.communicate()
 
 
 def _write(process: subprocess.Popen[bytes], request: PlannerRequest, deadline: float) -> bool:
@@ -123,7 +130,7 @@ def _write(process: subprocess.Popen[bytes], request: PlannerRequest, deadline: 
     assert process.stdin is not None
     left = memoryview(PLANNER_REQUESTS.write(request, COORDINATOR).encode() + b"\n")
     while left:
-        if not select.select([], [process.stdin], [], max(deadline - time.monotonic(), 0.0))[1]:
+        if not _is_ready(process.stdin, select.POLLOUT, deadline):
             return False
         left = left[os.write(process.stdin.fileno(), left) :]
     return True
@@ -134,11 +141,20 @@ def _read_line(process: subprocess.Popen[bytes], deadline: float) -> bytes:
     assert process.stdout is not None
     parts: list[bytes] = []
     while not parts or not parts[-1].endswith(b"\n"):
-        left = deadline - time.monotonic()
-        if left <= 0 or not select.select([process.stdout], [], [], left)[0]:
+        if time.monotonic() >= deadline or not _is_ready(process.stdout, select.POLLIN, deadline):
             return b""
         part = process.stdout.read(1 << 16)
         if not part:
             return b""
         parts.append(part)
     return b"".join(parts)
+
+
+def _is_ready(pipe: IO[bytes], event: int, deadline: float) -> bool:
+    """Whether one can read or write by then, or finds out that the other end is gone.
+
+    By poll, as select knows files up to 1023 only, and node 0 of a large job has more open.
+    """
+    poll = select.poll()
+    poll.register(pipe, event)
+    return bool(poll.poll(max(deadline - time.monotonic(), 0.0) * 1000))

@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
+import resource
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,12 +21,13 @@ import pytest
 from megatron_resihp.control.replanning import planner_process, planning
 from megatron_resihp.control.replanning.planner_process import PlannerProcess
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica
-from megatron_resihp.protocol.planning import PLANNER_REQUESTS, KnownJob, NoPlan, PlannerRequest
+from megatron_resihp.protocol.planning import PLANNER_ANSWERS, PLANNER_REQUESTS, KnownJob, NoPlan, PlannerRequest
 from megatron_resihp.protocol.version import VERSION
 from megatron_resihp.protocol.wire import COORDINATOR
 
 PLAN = ParallelPlan((Replica(((0,), (1,)), (0, 1)),))
 WAIT_S = 60.0
+MANY = 1100
 
 
 @pytest.fixture
@@ -30,6 +35,20 @@ def planner() -> Iterator[PlannerProcess]:
     process = PlannerProcess()
     yield process
     process.close()
+
+
+@pytest.fixture
+def many_open_files() -> Iterator[None]:
+    """More than select can wait for, as on node 0 of a large job."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2 * MANY:
+        pytest.skip(f"no more than {hard} files may be open here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * MANY), hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(MANY)]
+    yield
+    for file in files:
+        os.close(file)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def the_process() -> psutil.Process:
@@ -117,6 +136,52 @@ def test_a_question_too_large_for_a_pipe_is_given_up_in_time(planner: PlannerPro
     answer = planner.ask(request(arguments={"filler": "x" * 10_000_000}), 0.01)
     assert isinstance(answer, NoPlan) and answer.unanswered
     assert time.monotonic() - began < WAIT_S / 2
+
+
+def test_it_answers_a_launcher_that_has_many_files_open(many_open_files: None, planner: PlannerProcess) -> None:
+    planner.rehearse(request())
+    assert no_plan(planner, request())
+
+
+ON_A_FULL_DISK = """
+from megatron_resihp.control.replanning import planning
+from megatron_resihp.protocol.planning import NoPlan
+
+def answer(request, on_compiling):
+    on_compiling()
+    return NoPlan("no strategy has one")
+
+planning.answer = answer
+planning.main()
+"""
+
+
+def test_one_that_makes_machine_code_and_can_not_say_so_goes_on() -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", ON_A_FULL_DISK], input=PLANNER_REQUESTS.write(request(), COORDINATOR), stderr=full,
+            stdout=subprocess.PIPE, text=True, timeout=WAIT_S,
+        )  # fmt: skip
+    assert PLANNER_ANSWERS.read(done.stdout).body == NoPlan("no strategy has one")
+
+
+@pytest.mark.parametrize("place", ["_write", "_read_line", "start"])
+def test_one_that_can_not_be_asked_whatever_is_wrong_has_no_answer(
+    planner: PlannerProcess, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """There are plans without it. The threads that ask have other things to do."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("nobody expects this")
+
+    if place == "start":
+        monkeypatch.setattr(subprocess, "Popen", fail)
+    else:
+        monkeypatch.setattr(planner_process, place, fail)
+    planner.start()
+    planner.rehearse(request())
+    why = "the planner's process can't be asked: RuntimeError: nobody expects this"
+    assert planner.ask(request(), WAIT_S) == NoPlan(why, unanswered=True)
 
 
 def test_an_answer_that_can_not_be_read_is_none(planner: PlannerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
