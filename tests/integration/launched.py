@@ -89,15 +89,18 @@ class Launched:
         network: name of the network namespace that it runs in; None: the test's own.
         judged: what the detector says once training has begun; empty: it is the real one.
         grace_s: how long workers get to exit by themselves at the end.
+        output: what it prints to; None: a file.
     """
 
     def __init__(
         self, run_dir: Path, script: Path = TINY_WORKER, arguments: tuple[str, ...] = (), network: str | None = None,
-        judged: Sequence[Event] = (), grace_s: float = coordinator.GRACE_S, **options: Any,
+        judged: Sequence[Event] = (), grace_s: float = coordinator.GRACE_S, output: int | None = None,
+        **options: Any,
     ):  # fmt: skip
         self.network = network
         self.judged = judged
         self.grace_s = grace_s
+        self.printed_to = output
         self.run_dir = run_dir
         name = "coordinator" if options.get("alone") else f"node{options.get('node', 0)}"
         self.output_path = run_dir.with_name(f"{run_dir.name}-{name}.out")
@@ -118,7 +121,9 @@ class Launched:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             if self.network is not None:
                 os.setns(os.open(f"/run/netns/{self.network}", os.O_RDONLY), os.CLONE_NEWNET)
-            output = os.open(self.output_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            output = self.printed_to
+            if output is None:
+                output = os.open(self.output_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.dup2(output, 1)
             os.dup2(output, 2)
             sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115

@@ -322,6 +322,20 @@ def test_a_signal_ends_the_job_in_order(launch: Launch, number: signal.Signals, 
     assert not any(map(is_alive, pids))
 
 
+@pytest.mark.nightly
+def test_an_interrupt_that_ends_the_reader_of_the_output_first_ends_the_job_in_order(launch: Launch) -> None:
+    """As Ctrl-C does where the output goes to tee."""
+    reader, output = socket.socketpair()
+    run = launch(output=output.fileno())
+    begun(run)
+    reader.shutdown(socket.SHUT_RDWR)
+    os.kill(run.pid, signal.SIGINT)
+    assert run.end() == 130
+    assert run.events("run_finished")[-1]["exit_code"] == 130
+    reader.close()
+    output.close()
+
+
 def test_a_second_signal_kills_at_once(launch: Launch) -> None:
     run = launch("deaf_0", "deaf_1", "hang_2", "deaf_2", "breed_0", grace_s=3 * WAIT_S)
     pids = begun(run)

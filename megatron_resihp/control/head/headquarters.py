@@ -237,5 +237,5 @@ class Headquarters:
             self._bus.publish(stamped(stall, time.time()))
 
 
-def _failed(error: Exception) -> str:
+def _failed(error: BaseException) -> str:
     return f"the coordinator failed: {type(error).__name__}: {error}"
