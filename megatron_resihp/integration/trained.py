@@ -15,6 +15,8 @@ class Trained:
         model, optimizer, scheduler: Megatron's.
         lacks_gradients: whether the buffers for gradients are freed.
         away: tensors whose state is in host memory, each with what it was of the device's, which is freed meanwhile.
+        elsewhere: settings of parameter groups that other workers' optimizers have and this one lacks: a joining worker
+            builds one before it knows of all kinds of parameters.
     """
 
     model: list[torch.nn.Module]
@@ -22,6 +24,7 @@ class Trained:
     scheduler: Any
     lacks_gradients: bool = False
     away: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    elsewhere: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
 
 
 def parts_of(optimizer: Any) -> list[Any]:

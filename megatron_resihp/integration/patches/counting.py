@@ -7,13 +7,15 @@ counting code sees is 1 and the number of micro-batches is that of the global ba
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from megatron.core import mpu
 from megatron.core.num_microbatches_calculator import reconfigure_num_microbatches_calculator
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.training import get_timers, training
 from megatron.training.utils import append_to_progress_log
 
@@ -25,6 +27,8 @@ from megatron_resihp.protocol.records import Outcome
 
 INTERVAL = "interval-time"
 """Megatron's timer of the iterations whose means its next line tells."""
+MOVING: Final = ("params", "step", "lr", "weight_decay")
+"""What of a parameter group moves with the shard, or is set anew by the scheduler in each step."""
 
 
 class OneReplica:
@@ -79,7 +83,7 @@ def snapshot_counters(runtime: Runtime) -> dict[str, Any]:
         "skipped_train_samples": args.skipped_train_samples,
         "consumed_valid_samples": args.consumed_valid_samples,
         "scheduler_steps": runtime.held.live.scheduler.num_steps,
-        "settings": settings_of(runtime.held.live, args),
+        "settings": settings_of(runtime.held.live),
         "flops": runtime.tally.flops,
         "totals": totals,
         "predicted": prediction_metrics.running_sums() if runtime.view.is_last_stage else {},
@@ -94,36 +98,52 @@ def _seconds_of_interval() -> float:
     return float(timer._elapsed + (time.time() - timer._start_time if timer._started else 0.0))
 
 
-def settings_of(trained: Trained, args: Any) -> dict[str, dict[str, Any]]:
+def settings_of(trained: Trained) -> dict[str, Any]:
     """What of scheduler and optimizer isn't what they are built with: it has moved since, or may come from the
-    checkpoint that the job was resumed from. `args`: Megatron's."""
+    checkpoint that the job was resumed from."""
     scheduler = {name: value for name, value in trained.scheduler.state_dict().items() if name != "num_steps"}
-    names = _equal_in_all_groups(args)
-    groups = {name: group[name] for group in reversed([*_groups(trained)]) for name in names if name in group}
-    return {"scheduler": scheduler, "groups": groups, "scale": scale_of(trained.optimizer)}
+    groups = {key: _settings_in(group) for key, group in _groups(trained)} | trained.elsewhere
+    return {"scheduler": scheduler, "groups": [*groups.items()], "scale": scale_of(trained.optimizer)}
 
 
-def _equal_in_all_groups(args: Any) -> tuple[str, ...]:
-    """Settings of the optimizer's parameter groups of which one group's hold for all that have them. With muP, Megatron
-    gives hidden matrices others; with a decoupled rate, embeddings and head."""
-    if args.use_mup:
-        return ("betas",)
-    return ("betas", "eps") if args.decoupled_lr is not None else ("betas", "eps", "max_lr", "min_lr")
+def _settings_in(group: dict[str, Any]) -> dict[str, Any]:
+    """What Megatron takes of a group from a checkpoint: all that is neither a tensor nor moved by the loop."""
+    return {name: value for name, value in group.items() if name not in MOVING and _is_plain(value)}
 
 
-def _restore_settings(trained: Trained, settings: dict[str, dict[str, Any]]) -> None:
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _groups(trained: Trained) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Each parameter group with what tells it from others under any plan: the optimizer's part, what Megatron tells
+    groups by, and, as that may be equal, its number among equals."""
+    found: Counter[tuple[Any, ...]] = Counter()
+    for number, part in enumerate(parts_of(trained.optimizer)):
+        for group in () if part.is_stub_optimizer else part.optimizer.param_groups:
+            kind = number, *map(group.get, param_group_identifier_keys)
+            yield (*kind, found[kind]), group
+            found[kind] += 1
+
+
+def _restore_settings(trained: Trained, settings: dict[str, Any]) -> None:
     vars(trained.scheduler).update(settings["scheduler"])
-    # Lists are what tuples became on their way through the coordinator.
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in settings["groups"].items()}
-    for group in _groups(trained):
-        group.update((name, value) for name, value in values.items() if name in group)
+    told = {_with_tuples(key): values for key, values in settings["groups"]}
+    for key, group in _groups(trained):
+        values = told.pop(key, None)
+        if values is not None:
+            for name in _settings_in(group).keys() - values.keys():
+                del group[name]
+            group.update((name, _with_tuples(value)) for name, value in values.items())
+    trained.elsewhere = told
     restore_scale(trained.optimizer, settings["scale"])
 
 
-def _groups(trained: Trained) -> Iterator[dict[str, Any]]:
-    for part in parts_of(trained.optimizer):
-        if not part.is_stub_optimizer:
-            yield from part.optimizer.param_groups
+def _with_tuples(value: Any) -> Any:
+    """Lists are what tuples became on their way through the coordinator."""
+    return tuple(map(_with_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def restore_counters(runtime: Runtime, counters: dict[str, Any]) -> None:

@@ -278,7 +278,7 @@ def note_counters(runtime: Runtime, values: torch.Tensor) -> None:
     numbers = map(int, values[COUNTERS_FROM:LOSSES_FROM].tolist())
     shared = dict(zip(SHARED_COUNTERS, numbers, strict=True))
     runtime.progress.counters[runtime.progress.iteration] = {
-        **shared, "settings": settings_of(runtime.held.live, runtime.job.args), "flops": 0.0, "totals": {},
+        **shared, "settings": settings_of(runtime.held.live), "flops": 0.0, "totals": {},
         "predicted": {}, "interval_s": 0.0, "started": training._TRAIN_START_TIME,
     }  # fmt: skip
 

@@ -53,42 +53,84 @@ class Scheduler:
         self.stepped = True
 
 
-def runtime(
-    max_lr: float, decay_steps: int, beta2: float, eps: tuple[float, float] = (1e-8, 1e-8), **given: Any
-) -> Any:
-    groups = [
-        {"params": [], "betas": (0.9, beta2), "wd_mult": wd_mult, "eps": own_eps, "max_lr": max_lr}
-        for wd_mult, own_eps in zip((0.0, 1.0), eps, strict=True)
-    ]
-    groups.insert(0, {"params": [], "momentum": 0.95})  # of another optimizer, as Muon's
-    working = SimpleNamespace(is_stub_optimizer=False, optimizer=SimpleNamespace(param_groups=groups))
+KIND: dict[str, Any] = {
+    "wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "max_lr": 1e-3, "min_lr": 0.0,
+}  # fmt: skip
+BIASES: dict[str, Any] = {"wd_mult": 0.0}
+HIDDEN: dict[str, Any] = {"max_lr": 5e-4}
+"""Matrices with muP."""
+EXPERTS: dict[str, Any] = {"is_expert_parallel": True}
+IDENTIFIERS_OF_0_18 = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+
+
+def adam(*kinds: dict[str, Any], beta2: float = 0.95, **settings: Any) -> list[dict[str, Any]]:
+    """Parameter groups as Megatron builds them."""
+    return [{"params": [], "lr": 0.5, "weight_decay": 0.5, "step": 3, **KIND, "betas": (0.9, beta2), "eps": 1e-8,
+             **settings, **kind} for kind in kinds]  # fmt: skip
+
+
+def muon(momentum: float) -> list[dict[str, Any]]:
+    return [{"params": [], **KIND, "momentum": momentum}]
+
+
+def runtime(max_lr: float, decay_steps: int, *parts: list[dict[str, Any]]) -> Any:
+    """A worker whose optimizer has parts with these groups."""
+    given = parts or (muon(0.95), adam(BIASES, {}))
+    working = [SimpleNamespace(is_stub_optimizer=False, optimizer=SimpleNamespace(param_groups=each)) for each in given]
     stub = SimpleNamespace(is_stub_optimizer=True, optimizer=None)
-    optimizer = SimpleNamespace(chained_optimizers=[stub, working])
+    optimizer = SimpleNamespace(chained_optimizers=[stub, *working])
     args = SimpleNamespace(
-        curr_iteration=7, consumed_train_samples=56, skipped_train_samples=0, consumed_valid_samples=0,
-        **{"use_mup": False, "decoupled_lr": None} | given,
-    )  # fmt: skip
+        curr_iteration=7, consumed_train_samples=56, skipped_train_samples=0, consumed_valid_samples=0
+    )
     trained = Trained([], optimizer, Scheduler(max_lr=max_lr, lr_decay_steps=decay_steps))
     view = SimpleNamespace(is_last_stage=True)
     return SimpleNamespace(
         job=SimpleNamespace(args=args), held=SimpleNamespace(live=trained), tally=Tally(flops=1.0), progress=Progress(),
-        view=view, groups=groups[1:],
+        view=view, parts=given,
     )  # fmt: skip
 
 
+def told(counters: dict[str, Any]) -> Any:
+    """On their way through the coordinator."""
+    return json.loads(json.dumps(counters))
+
+
 def test_settings_of_a_checkpoint_are_put_into_what_was_built_from_arguments() -> None:
-    resumed, anew = runtime(1e-3, 40, 0.95), runtime(5e-3, 100, 0.999)
+    resumed = runtime(1e-3, 40, muon(0.9), adam(BIASES, {}, beta2=0.95))
+    anew = runtime(5e-3, 100, muon(0.95), adam(BIASES, {}, beta2=0.999))
     resumed.held.live.scheduler.num_steps = 56
-    told = json.loads(json.dumps(snapshot_counters(resumed)))
-    restore_counters(anew, told)
+    restore_counters(anew, told(snapshot_counters(resumed)))
     scheduler = anew.held.live.scheduler
     assert (scheduler.max_lr, scheduler.lr_decay_steps, scheduler.num_steps) == (1e-3, 40, 56) and scheduler.stepped
-    assert [group["betas"] for group in anew.groups] == [(0.9, 0.95)] * 2
-    assert [group["wd_mult"] for group in anew.groups] == [0.0, 1.0], "what differs between groups is as it was built"
+    assert anew.parts == resumed.parts
     assert (anew.job.args.iteration, anew.job.args.consumed_train_samples) == (7, 56)
-    # Megatron 0.18 goes by the groups' own rate.
-    assert [group["max_lr"] for group in anew.groups] == [1e-3] * 2
-    assert anew.held.live.optimizer.chained_optimizers[1].optimizer.param_groups[0] == {"params": [], "momentum": 0.95}
+
+
+def test_each_kind_of_parameter_has_its_own_settings_again_whatever_groups_a_plan_has() -> None:
+    """With muP, hidden matrices have another eps; experts are on some workers only."""
+    hidden = HIDDEN | {"eps": 5e-9}
+    resumed = runtime(1e-3, 40, adam({}, hidden, BIASES, beta2=0.95))
+    anew = runtime(1e-3, 40, adam(HIDDEN | {"eps": 5e-5}, {"eps": 1e-4}, EXPERTS, beta2=0.999))
+    restore_counters(anew, told(snapshot_counters(resumed)))
+    assert anew.parts == (adam(hidden, {}, beta2=0.95) + adam(EXPERTS, beta2=0.999),)
+    # It knows what others are to have whom it tells, as a standby that outlives all that work.
+    restore_counters(later := runtime(1e-3, 40, adam({}, BIASES, beta2=0.999)), told(snapshot_counters(anew)))
+    assert later.parts == (adam({}, BIASES, beta2=0.95),)
+
+
+def test_groups_that_megatron_takes_for_equal_keep_what_they_were_built_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron 0.18 does not tell groups by their rates, and goes by them."""
+    monkeypatch.setattr(counting, "param_group_identifier_keys", IDENTIFIERS_OF_0_18)
+    before, anew = runtime(1e-3, 40, adam({}, HIDDEN)), runtime(5e-3, 40, adam({"max_lr": 5e-3}, {"max_lr": 3e-3}))
+    restore_counters(anew, told(snapshot_counters(before)))
+    assert [group["max_lr"] for group in anew.parts[0]] == [1e-3, 5e-4]
+
+
+def test_what_moves_in_a_step_is_not_put_back() -> None:
+    moved = {"lr": 0.1, "weight_decay": 0.2, "step": 9, "params": [torch.ones(1)]}
+    before, anew = runtime(1e-3, 40, adam({})), runtime(1e-3, 40, adam(moved))
+    restore_counters(anew, told(snapshot_counters(before)))
+    assert anew.parts == (adam(moved),)
 
 
 def test_workers_of_a_stage_report_the_same_but_for_times(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,34 +138,26 @@ def test_workers_of_a_stage_report_the_same_but_for_times(monkeypatch: pytest.Mo
     records, times = [], []
     for started in (100.0, 200.0):
         monkeypatch.setattr(training, "_TRAIN_START_TIME", started)
-        worker = runtime(1e-3, 40, 0.95)
+        worker = runtime(1e-3, 40)
         worker.progress.begin(8, snapshot_counters(worker))
         records.append(worker.progress.record(True, 0))
         times.append(worker.progress.times())
     assert records[0] == records[1]
     counted = resolve(records, times=times).counters
-    restore_counters(runtime(1e-3, 40, 0.95), json.loads(json.dumps(counted)))
+    restore_counters(runtime(1e-3, 40), told(counted))
     assert training._TRAIN_START_TIME == 100.0
 
 
-@pytest.mark.parametrize("given", [{"use_mup": True}, {"decoupled_lr": 1e-2}])
-def test_what_megatron_sets_by_kind_of_parameter_stays_as_it_was_built(given: dict[str, Any]) -> None:
-    before, anew = runtime(1e-3, 40, 0.95, (1e-8, 2.5e-9), **given), runtime(5e-3, 40, 0.95, (1e-8, 2.5e-9), **given)
-    restore_counters(anew, json.loads(json.dumps(snapshot_counters(before))))
-    assert [group["max_lr"] for group in anew.groups] == [5e-3] * 2
-    assert [group["eps"] for group in anew.groups] == ([1e-8, 2.5e-9] if "use_mup" in given else [1e-8] * 2)
-
-
 def test_a_standby_knows_enough_to_go_on_from_if_all_that_work_die() -> None:
-    standby, anew = runtime(1e-3, 40, 0.95), runtime(5e-3, 100, 0.999)
+    standby, anew = runtime(1e-3, 40, muon(0.9)), runtime(5e-3, 100, muon(0.95))
     standby.progress.iteration = 8
     values = torch.zeros(LOSSES_FROM)
     values[COUNTERS_FROM:] = torch.tensor([7.0, 56.0, 0.0, 0.0, 56.0])
     note_counters(standby, values)
-    restore_counters(anew, json.loads(json.dumps(standby.progress.counters[8])))
+    restore_counters(anew, told(standby.progress.counters[8]))
     args, scheduler = anew.job.args, anew.held.live.scheduler
     assert (args.iteration, args.consumed_train_samples, scheduler.num_steps) == (7, 56, 56)
-    assert anew.held.live.scheduler.max_lr == 1e-3
+    assert anew.held.live.scheduler.max_lr == 1e-3 and anew.parts == (muon(0.9),)
 
 
 def test_megatron_finds_a_start_with_as_many_workers_in_its_progress_log(
@@ -157,7 +191,7 @@ def test_operations_that_are_asked_for_to_be_logged_are_not_counted_again() -> N
 
 def test_totals_are_those_gone_on_from_until_the_next_line() -> None:
     """Another epoch may break before; this worker may have had the head long ago, or be ahead of what is repeated."""
-    worker = runtime(1e-3, 40, 0.95)
+    worker = runtime(1e-3, 40)
     worker.tally.totals = {"lm loss": torch.tensor([99.0]), "advanced iterations": 9}
     totals = {"lm loss": [5.0], "advanced iterations": 2}
     restore_counters(worker, {**snapshot_counters(worker), "totals": totals})
@@ -176,11 +210,11 @@ def test_what_megatron_adds_later_is_not_in_totals_of_before() -> None:
 
 
 def test_the_time_of_an_interval_is_gone_on_with(timers: Timers) -> None:
-    worker = runtime(1e-3, 40, 0.95)
+    worker = runtime(1e-3, 40)
     timers(INTERVAL, log_level=0).set_elapsed(7.0)
-    told = json.loads(json.dumps(snapshot_counters(worker)))
+    counters = told(snapshot_counters(worker))
     timers(INTERVAL).reset()
-    restore_counters(worker, told)
+    restore_counters(worker, counters)
     assert timers(INTERVAL).elapsed(reset=False) == 7.0
 
 
