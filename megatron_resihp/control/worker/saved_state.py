@@ -27,6 +27,23 @@ RESULT: Final = "result"
 BOARDS: Final = "survivors-*"
 JOINED: Final = "joined"
 """Below DIRECTORY: checkpoints that `resihp emergency` has made."""
+SOURCE: Final = "resihp_source.json"
+"""In each of these: whose state it is."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a saved state is from.
+
+    Attributes:
+        saved_at: Unix time at which survivors had written it.
+        run: what tells the run from others in the same run directory; empty: not known.
+        epoch: in which it was written.
+    """
+
+    saved_at: float
+    run: str = ""
+    epoch: int = 0
 
 
 @dataclass(frozen=True)
@@ -114,9 +131,34 @@ def latest_in(directory: Path) -> int | None:
         return None
 
 
-def newest_state(run_dir: Path) -> tuple[Path, int] | None:
-    """The directory of the newest complete state that survivors have saved there, and its iteration."""
+def iteration_name(iteration: int) -> str:
+    """Megatron's name of the folder of an iteration's checkpoint."""
+    return f"iter_{iteration:07d}"
+
+
+def source_of(directory: Path, iteration: int) -> Source:
+    """Where a complete state is from. Only what `resihp emergency` makes says so; else its files' time is known."""
+    try:
+        return decode(Source, json.loads((directory / iteration_name(iteration) / SOURCE).read_text()), FILE)
+    except (OSError, ValueError, WrongValueError):
+        return Source(modified_at(directory / TRACKER))
+
+
+def modified_at(path: Path) -> float:
+    """Unix time of a file's last change; 0 if it is gone."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def states(run_dir: Path) -> list[tuple[Path, int]]:
+    """The directories of the complete states that survivors have saved there, and their iterations."""
     saved = run_dir / DIRECTORY
     places = [saved, *sorted(saved.glob("*/"))]
-    found = [(place, iteration) for place in places if (iteration := latest_in(place)) is not None]
-    return max(found, key=lambda each: each[1], default=None)
+    return [(place, iteration) for place in places if (iteration := latest_in(place)) is not None]
+
+
+def newest_state(run_dir: Path) -> tuple[Path, int] | None:
+    """That of the last iteration. Where several runs have saved that, it is the one that was saved last."""
+    return max(states(run_dir), key=lambda each: (each[1], source_of(*each).saved_at), default=None)

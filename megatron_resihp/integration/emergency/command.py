@@ -14,7 +14,15 @@ import warnings
 from pathlib import Path
 from typing import Final
 
-from megatron_resihp.control.worker.saved_state import DIRECTORY, JOINED, flags, newest_state
+from megatron_resihp.control.worker.saved_state import (
+    DIRECTORY,
+    JOINED,
+    Source,
+    flags,
+    newest_state,
+    source_of,
+    states,
+)
 from megatron_resihp.extras import missing
 from megatron_resihp.integration.emergency.contents import Group, found_groups
 
@@ -45,19 +53,31 @@ def run(namespace: argparse.Namespace) -> int:
     groups, loadable = found_groups(run_dir), newest_state(run_dir)
     # What is incomplete may be of a worker that was cut off alone.
     newest = next((group for group in groups if not group.gaps), next(iter(groups), None))
-    if newest is None or (loadable is not None and loadable[1] >= newest.iteration):
+    if newest is None or (loadable is not None and not _is_newer(newest, *loadable)):
         if loadable is None:
             return _fail(f"{run_dir / DIRECTORY} holds nothing that survivors have saved whole")
-        return _say_loadable(*loadable)
+        return _say_loadable(*loadable, _saved(groups, run_dir))
     if gaps := newest.gaps:
         code = _fail(_what_is_missing(newest, gaps, groups[1:]))
-        return code if loadable is None else _say_loadable(*loadable)
+        return code if loadable is None else _say_loadable(*loadable, _saved(groups, run_dir))
     if problem := missing(["torch", "megatron.core"]):
         return _fail(problem)
-    return _join(newest, run_dir / DIRECTORY / JOINED)
+    return _join(newest, run_dir / DIRECTORY / JOINED, _saved(groups, run_dir))
 
 
-def _join(group: Group, directory: Path) -> int:
+def _is_newer(group: Group, directory: Path, iteration: int) -> bool:
+    """Whether files of parameters are newer than a state that can be loaded: of a later iteration, or of the same one
+    and saved later, as by a run that has repeated it."""
+    return (group.iteration, group.source.saved_at) > (iteration, source_of(directory, iteration).saved_at)
+
+
+def _saved(groups: list[Group], run_dir: Path) -> list[tuple[Source, int]]:
+    """All that survivors have saved, with its iteration. What was joined is of the same files."""
+    by_parameter = [(group.source, group.iteration) for group in groups]
+    return by_parameter + [(source_of(*each), each[1]) for each in states(run_dir) if each[0].name != JOINED]
+
+
+def _join(group: Group, directory: Path, saved: list[tuple[Source, int]]) -> int:
     # Megatron names each library that is not installed here, and what it plans for later releases.
     logging.disable(logging.WARNING)
     with warnings.catch_warnings():
@@ -73,12 +93,23 @@ def _join(group: Group, directory: Path) -> int:
             return _fail(f"can't join what survivors have saved: {type(error).__name__}: {error}")
     how = " ".join(flags(directory))
     print(f"joined {len(group.files)} files: the state after iteration {group.iteration:,} can be loaded with {how}")
+    _say_if_not_the_last(group.source, saved)
     return 0
 
 
-def _say_loadable(directory: Path, iteration: int) -> int:
+def _say_loadable(directory: Path, iteration: int, saved: list[tuple[Source, int]]) -> int:
     print(f"the state after iteration {iteration:,} can be loaded with {' '.join(flags(directory))}")
+    _say_if_not_the_last(source_of(directory, iteration), saved)
     return 0
+
+
+def _say_if_not_the_last(given: Source, saved: list[tuple[Source, int]]) -> None:
+    """Say so where another run has saved since: somebody may have started it from an older checkpoint on purpose."""
+    last, iteration = max(saved, key=lambda each: each[0].saved_at, default=(given, 0))
+    if last.saved_at <= given.saved_at or (last.run and last.run == given.run):
+        return
+    own, other = (f"run {each.run}" if each.run else "an unknown run" for each in (given, last))
+    print(f"this state is of {own}; {other} has saved later, after iteration {iteration:,}")
 
 
 def _what_is_missing(group: Group, gaps: tuple[str, ...], others: list[Group]) -> str:

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 from megatron_resihp.coding import FILE, WrongValueError, decode
 from megatron_resihp.control.replanning.inventory import lacking
-from megatron_resihp.control.worker.saved_state import files_of_parameters
+from megatron_resihp.control.worker.saved_state import Source, files_of_parameters, modified_at
 from megatron_resihp.plan import Shard
 from megatron_resihp.plan.replica import experts_of
 
@@ -121,6 +121,7 @@ class Contents:
         copied: what another worker holds, of whose experts it has a copy, too.
         parameters: by name, as `CHUNK/NAME`.
         why_not: why it can't be joined with others; empty: it can.
+        saved_at: Unix time; 0: an older version has written it.
     """
 
     worker: int
@@ -133,6 +134,7 @@ class Contents:
     parameters: dict[str, Parameter]
     why_not: str = ""
     copied: tuple[Shard, ...] = ()
+    saved_at: float = 0.0
 
     @property
     def has_optimizer(self) -> bool:
@@ -147,6 +149,12 @@ class Group:
     iteration: int
     files: dict[Path, Contents]
 
+    @property
+    def source(self) -> Source:
+        """Whose state it is, complete when the last file was."""
+        each = next(iter(self.files.values()))
+        return Source(max(_saved_at(*file) for file in self.files.items()), each.run, each.epoch)
+
     def is_of(self, run: str, epoch: int, directory: Path) -> bool:
         """Whether they are this run's, of this epoch and in this directory."""
         return all((path.parent, each.run, each.epoch) == (directory, run, epoch) for path, each in self.files.items())
@@ -158,13 +166,30 @@ class Group:
 
 
 def found_groups(run_dir: Path) -> list[Group]:
-    """What survivors have written by parameter in a run directory, the last iteration first."""
-    groups: dict[tuple[int, Path, str, int], dict[Path, Contents]] = defaultdict(dict)
+    """What survivors have written by parameter in a run directory, the last iteration first.
+
+    Within one iteration, the run that has saved last comes first, and within a run, its last epoch: clocks differ.
+    """
+    files: dict[tuple[int, Path, str, int], dict[Path, Contents]] = defaultdict(dict)
     for path in files_of_parameters(run_dir):
         contents = _read(path.with_suffix(".json"))
         if contents is not None:
-            groups[contents.iteration, path.parent, contents.run, contents.epoch][path] = contents
-    return [Group(key[0], files) for key, files in sorted(groups.items(), reverse=True)]
+            files[contents.iteration, path.parent, contents.run, contents.epoch][path] = contents
+    groups = [Group(key[0], each) for key, each in files.items()]
+    ended: dict[tuple[int, str], float] = defaultdict(float)
+    for group in groups:
+        run = group.iteration, group.source.run
+        ended[run] = max(ended[run], group.source.saved_at)
+
+    def newness(group: Group) -> tuple[int, float, int, float]:
+        source = group.source
+        return group.iteration, ended[group.iteration, source.run], source.epoch, source.saved_at
+
+    return sorted(groups, key=newness, reverse=True)
+
+
+def _saved_at(path: Path, contents: Contents) -> float:
+    return contents.saved_at or modified_at(path.with_suffix(".json"))
 
 
 def _read(path: Path) -> Contents | None:

@@ -7,6 +7,7 @@ can be told without reading them. May import megatron and this package.
 
 import copy
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def write_parameters(runtime: Runtime, order: EmergencyCheckpointOrder, path: Pa
     contents = Contents(
         runtime.worker, runtime.job.run, order.epoch, iteration, runtime.job.args.consumed_train_samples,
         runtime.job.own.chunks[-1].end, shards if kept is None else held.shards, parameters, why_not,
-        held.copied,
+        held.copied, time.time(),
     )  # fmt: skip
     others = sorted({number for name in found.keys() - named.keys() if (number := number_of_expert(name)) is not None})
     objects = [*where.objects, *objects_of_experts(where.objects, others)]

@@ -5,6 +5,7 @@ Megatron writes it. Files are mapped, and what has to be put together is in mapp
 model need not fit into memory. May import torch and megatron.
 """
 
+import json
 import os
 import queue
 import shutil
@@ -21,7 +22,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-from megatron_resihp.control.worker.saved_state import TRACKER
+from megatron_resihp.coding import encode
+from megatron_resihp.control.worker.saved_state import SOURCE, TRACKER, iteration_name, source_of
 from megatron_resihp.integration.emergency.alone import world_of_one
 from megatron_resihp.integration.emergency.contents import MASTER, PARAM, Group, Parameter, Place, Range
 from megatron_resihp.integration.state.fragments import cut, finest, fragments_of
@@ -38,25 +40,33 @@ Flat = dict[str, torch.Tensor]
 def join(group: Group, directory: Path) -> Path:
     """Write the checkpoint, and let later starts find it; returns where it is.
 
-    Nothing is there under its name before all of it is.
+    Nothing is there under its name before all of it is. What is there of another run, or of another epoch, is replaced.
 
     Args:
         group: without gaps.
         directory: of checkpoints, such as `--load` takes.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    target = directory / f"iter_{group.iteration:07d}"
-    if not target.exists():
+    target = directory / iteration_name(group.iteration)
+    if source_of(directory, group.iteration) != group.source:
         aside = Path(tempfile.mkdtemp(prefix=".joining-", dir=directory))
         try:
             _write(group, aside / target.name, Scratch(aside / "scratch"))
-            (aside / target.name).rename(target)
+            _put_in_place(aside / target.name, target, aside / "replaced")
         finally:
             shutil.rmtree(aside, ignore_errors=True)
     tracker = directory / f".{TRACKER}.{os.getpid()}"
     tracker.write_text(str(group.iteration))
     tracker.rename(directory / TRACKER)
     return target
+
+
+def _put_in_place(new: Path, target: Path, old: Path) -> None:
+    """Rename `new` to `target`; what is there becomes `old`, and no start finds any of it meanwhile."""
+    if target.exists():
+        (target.parent / TRACKER).unlink(missing_ok=True)
+        target.rename(old)
+    new.rename(target)
 
 
 class Scratch:
@@ -95,6 +105,7 @@ def _write(group: Group, target: Path, scratch: Scratch) -> None:
     target.mkdir()
     with _writing_here(), world_of_one():
         dist_checkpointing.save(state, str(target), content_metadata=first["metadata"])
+    (target / SOURCE).write_text(json.dumps(encode(group.source)) + "\n")
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from megatron.training.checkpointing import generate_state_dict, get_checkpoint_
 
 from megatron_resihp.control import keys
 from megatron_resihp.control.node.environment import RUN_DIR
-from megatron_resihp.control.worker.saved_state import DIRECTORY
+from megatron_resihp.control.worker.saved_state import DIRECTORY, iteration_name
 from megatron_resihp.events.training import EmergencyCheckpoint
 from megatron_resihp.integration.emergency.file_of_parameters import write_parameters
 from megatron_resihp.integration.modes.emergency_format import has_files_by_stage
@@ -122,7 +122,7 @@ def _save_parameters(runtime: Runtime, order: EmergencyCheckpointOrder, director
     assert order.commit is not None
     # Another run in the same directory may have left a state of the same iteration.
     name = f"worker_{runtime.worker}-{runtime.job.run}.pt"
-    path = directory / f"iter_{order.commit.iteration:07d}" / name
+    path = directory / iteration_name(order.commit.iteration) / name
     return path, write_parameters(runtime, order, path, _replace)
 
 

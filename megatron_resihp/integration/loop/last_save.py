@@ -18,7 +18,7 @@ from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.node import environment
 from megatron_resihp.control.node.mailbox import LAST_SAVE_S
 from megatron_resihp.control.worker.noticeboard import Noticeboard
-from megatron_resihp.control.worker.saved_state import DIRECTORY, LastSave, latest_in
+from megatron_resihp.control.worker.saved_state import DIRECTORY, LastSave, iteration_name, latest_in
 from megatron_resihp.control.worker.survivors import Decision, Standing, awaited, decide, missing, part_of
 from megatron_resihp.integration.emergency.contents import found_groups
 from megatron_resihp.integration.loop.device_loss import abort_or_die
@@ -103,7 +103,7 @@ def _what_was_saved(
         lacking = missing(saved, own.stages, own.tensor_parallel)
         shards = tuple((each.stage, each.tp_rank) for each in lacking)
         return LastSave(iteration, decision.directory, shards, time.time())
-    path = base / decision.directory / f"iter_{iteration:07d}"
+    path = base / decision.directory / iteration_name(iteration)
     with tempfile.TemporaryFile(dir=path):
         pass  # NFS looks at a directory again once this host has changed it.
     written = [group for group in found_groups(base) if group.is_of(runtime.job.run, order.epoch, path)]

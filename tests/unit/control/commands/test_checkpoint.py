@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,15 @@ def test_it_says_in_one_line_how_to_go_on(tmp_path: Path, capsys: pytest.Capture
     assert call(tmp_path / "run") == 0
     said = capsys.readouterr().out
     assert said == f"the state after iteration 9 is saved, all of it; go on from it with --load {later} --no-load-rng\n"
+
+
+def test_of_two_runs_that_saved_the_same_iteration_the_later_one_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    earlier, later = state(tmp_path / DIRECTORY, 5), state(tmp_path / DIRECTORY / "3fa8", 5)
+    os.utime(earlier / TRACKER, (100, 100))
+    assert call(tmp_path, "--flags") == 0
+    assert capsys.readouterr().out.splitlines() == ["--load", str(later), "--no-load-rng"]
 
 
 @pytest.mark.parametrize(

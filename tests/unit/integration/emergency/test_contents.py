@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,18 @@ from typing import Any
 import pytest
 
 from megatron_resihp.coding import encode
-from megatron_resihp.control.worker.saved_state import DIRECTORY, JOINED, TRACKER
+from megatron_resihp.control.worker.saved_state import DIRECTORY, JOINED, SOURCE, TRACKER, Source
 from megatron_resihp.integration.emergency import command
-from megatron_resihp.integration.emergency.contents import Contents, Parameter, Place, Range, View, covered, gaps_in
+from megatron_resihp.integration.emergency.contents import (
+    Contents,
+    Parameter,
+    Place,
+    Range,
+    View,
+    covered,
+    found_groups,
+    gaps_in,
+)
 from megatron_resihp.plan import Shard
 
 LAYERS = 3
@@ -120,7 +130,7 @@ def call(run_dir: Path) -> int:
 
 def write(run_dir: Path, *files: Contents) -> None:
     for each in files:
-        path = run_dir / DIRECTORY / f"iter_{each.iteration:07d}" / f"worker_{each.worker}.pt"
+        path = run_dir / DIRECTORY / f"iter_{each.iteration:07d}" / f"worker_{each.worker}-{each.run}.pt"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
         path.with_suffix(".json").write_text(json.dumps(encode(each)))
@@ -168,6 +178,39 @@ def test_what_can_be_loaded_is_named_beside_what_is_missing(tmp_path: Path, caps
     said = capsys.readouterr()
     assert said.out == f"the state after iteration 5 can be loaded with --load {joined}\n"
     assert "the saved state after iteration 7 lacks: layer 2" in said.err
+
+
+def test_the_run_that_has_saved_an_iteration_last_comes_first(tmp_path: Path) -> None:
+    """Whatever their names. Files of older versions say no time, so their own times count."""
+    whole, apart = Shard(0, LAYERS, 0, 1), 1_000_000.0
+    write(tmp_path, replace(contents(0, whole), run="a", saved_at=apart + 1), replace(contents(0, whole), run="c"),
+          replace(contents(0, whole), run="b", saved_at=apart + 3))  # fmt: skip
+    for written in (tmp_path / DIRECTORY).glob("iter_*/*-c.json"):
+        os.utime(written, (apart + 2, apart + 2))
+    assert [group.source.run for group in found_groups(tmp_path)] == ["b", "c", "a"]
+
+
+def test_clocks_of_nodes_do_not_make_an_earlier_epoch_the_last(tmp_path: Path) -> None:
+    whole = contents(0, Shard(0, LAYERS, 0, 1))
+    write(tmp_path, replace(whole, epoch=2, saved_at=10.0), replace(whole, worker=1, epoch=1, saved_at=11.0))
+    assert [group.source.epoch for group in found_groups(tmp_path)] == [2, 1]
+
+
+def test_a_state_that_is_not_the_last_run_s_is_said_to_be_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first run got further, and its state has been joined."""
+    first = replace(contents(2, Shard(0, LAYERS, 0, 1), iteration=9), saved_at=100.0)
+    write(tmp_path, first, replace(first, run="77aa", iteration=7, saved_at=200.0))
+    joined = tmp_path / DIRECTORY / JOINED
+    (joined / "iter_0000009").mkdir(parents=True)
+    (joined / TRACKER).write_text("9")
+    (joined / "iter_0000009" / SOURCE).write_text(json.dumps(encode(Source(100.0, "3fa8", 1))))
+    assert call(tmp_path) == 0
+    assert capsys.readouterr().out == (
+        f"the state after iteration 9 can be loaded with --load {joined}\n"
+        "this state is of run 3fa8; run 77aa has saved later, after iteration 7\n"
+    )
 
 
 def test_a_directory_without_a_saved_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

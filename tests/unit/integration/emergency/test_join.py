@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,8 @@ import torch
 from torch.distributed import checkpoint as checkpoints
 
 from megatron_resihp.coding import encode
-from megatron_resihp.control.worker.saved_state import DIRECTORY, JOINED, newest_state
+from megatron_resihp.control.worker.saved_state import DIRECTORY, JOINED, Source, newest_state, source_of
+from megatron_resihp.integration.emergency import command
 from megatron_resihp.integration.emergency.contents import Contents, Parameter, Place, Range, View, found_groups
 from megatron_resihp.plan import Shard
 
@@ -45,18 +47,18 @@ def gated_place(part: int, rank: int, degree: int) -> Place:
 
 def save(
     run_dir: Path, worker: int, shard: Shard, dtype: str, ranges: dict[Range, Kinds], step: int = 7,
-    by_layers: bool = False, **metadata: str,
+    by_layers: bool = False, run: str = "3fa8", saved_at: float = 0.0, **metadata: str,
 ) -> None:  # fmt: skip
     degree = shard.tp_degree
     places = tuple(gated_place(part, shard.tp_rank, degree) for part in range(2))
     kinds = tuple({kind for found in ranges.values() for kind in found})
     parameter = Parameter(dtype, (ROWS, COLUMNS // degree), places, tuple(ranges), kinds)
-    path = run_dir / DIRECTORY / "iter_0000007" / f"worker_{worker}.pt"
+    path = run_dir / DIRECTORY / "iter_0000007" / f"worker_{worker}-{run}.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
     args = SimpleNamespace(use_layer_wise_distributed_optimizer=by_layers)
     common = {"iteration": 7, "optimizer": {"param_groups": [{"step": step}]}, "args": args}
     torch.save({"tensors": {"0/fc1": ranges}, "objects": [], "metadata": metadata, "common": common}, path)
-    contents = Contents(worker, "3fa8", 1, 7, 28, 1, (shard,), {"0/fc1": parameter})
+    contents = Contents(worker, run, 1, 7, 28, 1, (shard,), {"0/fc1": parameter}, saved_at=saved_at)
     path.with_suffix(".json").write_text(json.dumps(encode(contents)))
 
 
@@ -64,11 +66,15 @@ def joined(run_dir: Path) -> dict[str, torch.Tensor]:
     """The tensors of the checkpoint that is made of them."""
     from megatron_resihp.integration.emergency.join import join
 
-    [group] = found_groups(run_dir)
+    group, *_ = found_groups(run_dir)
     assert group.gaps == ()
     path = join(group, run_dir / DIRECTORY / JOINED)
     assert newest_state(run_dir) == (path.parent, 7)
     assert sorted(each.name for each in path.parent.iterdir()) == [path.name, "latest_checkpointed_iteration.txt"]
+    return read(path)
+
+
+def read(path: Path) -> dict[str, torch.Tensor]:
     reader = checkpoints.FileSystemReader(path)
     found: dict[str, Any] = {
         key: torch.empty(each.size, dtype=each.properties.dtype)
@@ -77,6 +83,11 @@ def joined(run_dir: Path) -> dict[str, torch.Tensor]:
     }
     checkpoints.load(found, storage_reader=reader, no_dist=True)
     return found
+
+
+def call(run_dir: Path) -> int:
+    """`resihp emergency`."""
+    return command.run(argparse.Namespace(run_dir=run_dir))
 
 
 def check(found: dict[str, torch.Tensor], prefix: str, expected: torch.Tensor) -> None:
@@ -148,3 +159,44 @@ def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         join(group, tmp_path / DIRECTORY / JOINED)
     assert not list((tmp_path / DIRECTORY / JOINED).iterdir())
+
+
+def test_a_run_that_has_repeated_an_iteration_replaces_what_an_earlier_one_had_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was started from an older checkpoint, in the same run directory. Its name sorts before the other's."""
+    for run, saved_at, kind in (("77aa", 100.0, "exp_avg"), ("3fa8", 200.0, "param")):
+        kinds = {"param": whole(kind).flatten(), "exp_avg": whole("exp_avg").flatten()}
+        save(tmp_path, 0, Shard(0, 1, 0, 1), "float32", {(0, 48): kinds}, run=run, saved_at=saved_at)
+        assert call(tmp_path) == 0
+        check(read(tmp_path / DIRECTORY / JOINED / "iter_0000007"), "", whole(kind))
+        found = newest_state(tmp_path)
+        assert found is not None and source_of(*found) == Source(saved_at, run, 1)
+    assert "has saved later" not in capsys.readouterr().out
+    before = found[0].stat().st_mtime_ns
+    assert call(tmp_path) == 0 and found[0].stat().st_mtime_ns == before, "it is not joined again"
+
+
+def test_a_start_finds_nothing_while_a_joined_state_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command may be killed at any time; called again, it joins what it was about to."""
+    kinds = {kind: whole(kind).flatten() for kind in ("param", "exp_avg")}
+    save(tmp_path, 0, Shard(0, 1, 0, 1), "float32", {(0, 48): kinds}, run="77aa", saved_at=100.0)
+    assert call(tmp_path) == 0
+    save(tmp_path, 0, Shard(0, 1, 0, 1), "float32", {(0, 48): kinds}, run="3fa8", saved_at=200.0)
+    rename, left = Path.rename, []
+
+    def interrupted(path: Path, target: Path) -> Path:
+        if left:
+            assert newest_state(tmp_path) is None
+            raise KeyboardInterrupt
+        left.append(target)
+        return rename(path, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", interrupted)
+        call(tmp_path)
+    assert call(tmp_path) == 0
+    found = newest_state(tmp_path)
+    assert found is not None and source_of(*found).run == "3fa8"
