@@ -12,8 +12,8 @@ from megatron_resihp.protocol.records import TIMES, Commit, IterationPhase, Outc
 
 NO_DOCUMENTS: Final = (0.0, 0.0)
 """Σ l and Σ l² of no documents."""
-LOSS_SLOTS: Final = 4
-"""How many named losses the agreement carries."""
+LOSS_SLOTS: Final = 16
+"""How many named losses the agreement carries. All workers have to know before a step, also those that see none."""
 
 
 class ContractBroken(RuntimeError):

@@ -6,6 +6,7 @@ Replaces `step` of the optimizer object by `agreed_step`. DESIGN contract 3.
 
 import argparse
 import math
+import sys
 import time
 from typing import Any
 
@@ -202,7 +203,7 @@ def _brought(
         counters = runtime.progress.counters[runtime.progress.iteration]
         values[COUNTERS_FROM:LOSSES_FROM] = torch.tensor([counters[name] for name in SHARED_COUNTERS])
     if runtime.progress.losses:
-        runtime.progress.loss_names = tuple(sorted(runtime.progress.losses[0]))[:LOSS_SLOTS]
+        runtime.progress.loss_names = _names_to_agree_on(runtime)
     if not runtime.view.works:
         return values
     if runtime.progress.losses and runtime.view.is_last_stage and runtime.view.tp_rank == 0:
@@ -263,6 +264,18 @@ def _to_save(runtime: Runtime, values: torch.Tensor) -> bool:
         return bool(values[LOST] > 0)
     runtime.orders.saves = max(runtime.orders.saves, round(float(values[SAVE] / values[SAVERS])))
     return True
+
+
+def _names_to_agree_on(runtime: Runtime) -> tuple[str, ...]:
+    """Those of the losses for which there is room. Of others one worker tells, in its first step."""
+    names = sorted(runtime.progress.losses[0])
+    if names[LOSS_SLOTS:] and runtime.view.reports and not runtime.progress.loss_names:
+        print(
+            f"resihp: the loss function reports {len(names)} losses, and workers agree on {LOSS_SLOTS} by name. Where "
+            "Megatron logs what they agreed on, as under plans of unlike stages and in steps that are repeated after "
+            f"a failure, it does not log: {', '.join(names[LOSS_SLOTS:])}", file=sys.stderr, flush=True,
+        )  # fmt: skip
+    return tuple(names[:LOSS_SLOTS])
 
 
 def _add_losses(runtime: Runtime, values: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ from megatron_resihp.executor.groups.waiting import Waiter
 from megatron_resihp.integration.loop import standby
 from megatron_resihp.integration.ops.program_schedule import check_gradients
 from megatron_resihp.integration.progress import Orders, Progress
-from megatron_resihp.integration.step.step import ZEROS, agree, install_step, see_reduced
+from megatron_resihp.integration.step.step import SHARED_COUNTERS, ZEROS, agree, install_step, see_reduced
 from megatron_resihp.protocol.records import IterationPhase
 
 
@@ -79,6 +79,29 @@ def test_zeros_are_counted_where_megatron_would() -> None:
     assert agree(worker(True, 9.0), 16.0).zeros is None
     skipped = agree(worker(True, math.inf, object(), counts_zeros=True), 0.0, zeros=2)
     assert skipped.zeros is None, "Megatron counts none of a step that it skips"
+
+
+def reporting(count: int) -> Any:
+    """The worker that tells of each iteration, whose loss function has reported losses of 10 tokens each, twice."""
+    runtime = worker(True, 9.0)
+    runtime.view = SimpleNamespace(works=True, reports=True, is_last_stage=True, tp_rank=0)
+    runtime.progress.losses = [{f"loss {n:02}": torch.tensor([float(n), 10.0]) for n in range(count)}] * 2
+    runtime.progress.counters[5] = dict.fromkeys(SHARED_COUNTERS, 0)
+    return runtime
+
+
+def test_all_losses_of_a_user_s_function_are_agreed_on(capsys: pytest.CaptureFixture[str]) -> None:
+    means = agree(reporting(16), 16.0).means
+    assert means == pytest.approx({f"loss {n:02}": n / 10 for n in range(16)})
+    assert not capsys.readouterr().err
+
+
+def test_losses_for_which_there_is_no_room_are_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    runtime = reporting(18)
+    for _ in range(2):
+        assert [*agree(runtime, 16.0).means] == [f"loss {n:02}" for n in range(16)]
+    [line] = capsys.readouterr().err.splitlines()
+    assert "reports 18 losses" in line and line.endswith("it does not log: loss 16, loss 17")
 
 
 def test_no_timer_of_the_step_waits_for_others() -> None:
