@@ -138,10 +138,12 @@ def iteration_name(iteration: int) -> str:
 
 def source_of(directory: Path, iteration: int) -> Source:
     """Where a complete state is from. Only what `resihp emergency` makes says so; else its files' time is known."""
+    path = directory / iteration_name(iteration) / SOURCE
     try:
-        return decode(Source, json.loads((directory / iteration_name(iteration) / SOURCE).read_text()), FILE)
+        found: Source = decode(Source, json.loads(path.read_text()), FILE)
     except (OSError, ValueError, WrongValueError):
         return Source(modified_at(directory / TRACKER))
+    return found
 
 
 def modified_at(path: Path) -> float:
