@@ -44,6 +44,8 @@ NOTHING: Final = ""
 MOST_RETURNS: Final = 10
 """How often an agent tries to come back to a coordinator that has taken over, whose store answers."""
 CUT_OFF: Final = coordinator_lost("it closed the liveness connection")
+END_COMES_S: Final = 10.0
+"""How long after word that the job ends its end comes. A coordinator does not wait for a node that it has given up."""
 LEAVING_S: Final = 30.0
 """How long the workers of a node that leaves have to exit by themselves, once nothing needs them."""
 
@@ -89,6 +91,9 @@ class Link:
         """Of the coordinator that this agent has introduced itself to."""
         self._failed = 0
         self._belongs = False
+        self._over: Ending | None = None
+        """How the job ends, once that was said."""
+        self._has_end = threading.Event()
         self._introduced = threading.Event()
         self._threads = [
             threading.Thread(target=self._hear, name="resihp-end", daemon=True),
@@ -112,6 +117,7 @@ class Link:
         """Send what is waiting and let go of the store."""
         self._closed = True
         self._introduced.set()
+        self._has_end.set()
         self._letters.put(None)
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
@@ -176,6 +182,7 @@ class Link:
                     time.sleep(SLICE_S)
                     continue
                 members = None if end.members is None else frozenset(end.members)
+                self._has_end.set()
                 self._on_end(Ending(end.code, end.reason, end.grace_s, True, members, end.terminate_s))
                 return
 
@@ -244,6 +251,9 @@ class Link:
                 if notice is not None:
                     self._act_on(notice)
                 if isinstance(notice, JobEnds):
+                    self._over = Ending(notice.code, notice.reason, LEAVING_S, True)
+                    if not self._has_end.wait(END_COMES_S):
+                        self._on_end(self._over)
                     return
         except Exception as error:
             self._lost(error)
@@ -267,7 +277,7 @@ class Link:
         if self._closed:
             return
         expected = isinstance(error, StoreError | TimeoutError)
-        self._on_end(coordinator_lost(error if expected else f"{type(error).__name__}: {error}"))
+        self._on_end(self._over or coordinator_lost(error if expected else f"{type(error).__name__}: {error}"))
         if self._liveness is not None:
             # Should it be there after all, it gives this node's workers up, which then hear it and end.
             self._liveness.close()
