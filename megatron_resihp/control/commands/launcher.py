@@ -22,6 +22,7 @@ from megatron_resihp.control.commands import interface, open_files
 from megatron_resihp.control.commands.claim import touched
 from megatron_resihp.control.commands.contact import FILE_NAME
 from megatron_resihp.control.commands.launch_options import LaunchError, LaunchOptions, check, options_of
+from megatron_resihp.control.commands.run_directory import forget_job_end, note_job_end
 from megatron_resihp.control.commands.seat import RESULT, MakeEventSink, Seat, give_back, take_seat
 from megatron_resihp.control.commands.standby import JobIsOver, take_over
 from megatron_resihp.control.coordination.actions import Limits
@@ -130,6 +131,7 @@ def _launch(options: LaunchOptions, spawn: Spawn, make_event_sink: MakeEventSink
         stack.enter_context(signals_while_waiting())
         take = take_over if options.standby else take_seat
         seat = take(options, make_event_sink, stack)
+        forget_job_end(seat.run_dir, options.node)
         outputs = Outputs(options.logs, seat.run_dir / "logs", sys.stdout)
         mailbox = stack.enter_context(closing(Mailbox()))
         stack.enter_context(mailbox.signals())
@@ -160,7 +162,7 @@ def _launch(options: LaunchOptions, spawn: Spawn, make_event_sink: MakeEventSink
             # Workers that refuse the job's flags all say the same.
             for worker in failures[:1] if ending.code == exit_codes.REFUSED else failures:
                 _show_failure(worker, outputs.last_lines(worker.number))
-        _finish(seat, ending)
+        _finish(seat, options.node, ending)
         # The coordinator's terminal tells of what it has agreed to.
         if ending.code == exit_codes.RETRY and not (seat.leads and ending.agreed):
             _tell_last_save(seat.run_dir, began_at)
@@ -363,7 +365,7 @@ def _show_failure(worker: Worker, lines: list[str]) -> None:
     warn("\n".join([heading, *(f"  {line}" for line in lines)]))
 
 
-def _finish(seat: Seat, ending: Ending) -> None:
+def _finish(seat: Seat, node: int, ending: Ending) -> None:
     if ending.code:
         warn(f"resihp: ended with exit code {ending.code}: {ending.reason}")
     elif not ending.agreed:
@@ -373,6 +375,8 @@ def _finish(seat: Seat, ending: Ending) -> None:
         if seat.holds():
             _tell_result(seat.run_dir, ending.code)
         seat.sink.finish()
+    elif ending.agreed:
+        note_job_end(seat.run_dir, node, ending.code)
 
 
 def _tell_last_save(run_dir: Path, since: float) -> None:

@@ -18,6 +18,8 @@ import yaml
 
 from megatron_resihp.control import exit_codes
 from megatron_resihp.control.commands.launch_options import LaunchOptions
+from megatron_resihp.control.commands.run_directory import JOB_ENDED
+from megatron_resihp.control.commands.seat import RESULT
 
 ROOT = Path(__file__).parents[3]
 SCHEMA = "JOBSET_DIR"
@@ -101,7 +103,7 @@ class Pods:
             "END_LOOKS": "1", "BEAT_S": "0.1", "BEATS_S": "1",
         }  # fmt: skip
 
-    def run(self, rank: int, launch: str) -> subprocess.Popen[str]:
+    def run(self, rank: int, launch: str, **variables: str) -> subprocess.Popen[str]:
         """The script of a pod. `launch`: what the launcher does, in bash."""
         command = self._bin / "resihp"
         command.write_text(
@@ -110,7 +112,7 @@ class Pods:
             f"[[ $1 != launch ]] || {{ {launch}; }}\n"
         )
         command.chmod(0o755)
-        environment = {**self._environment, "NODE_RANK": str(rank)}
+        environment = {**self._environment, "NODE_RANK": str(rank), **variables}
         return subprocess.Popen(self._command, env=environment, stdout=subprocess.PIPE, text=True)
 
     def code(self, rank: int, launch: str) -> int:
@@ -169,7 +171,7 @@ def test_a_new_node_0_does_not_wait_for_nodes_that_were_killed(pods: Pods) -> No
     ("rank", "ended", "job_ended", "code"),
     [
         (0, 1, None, 1), (1, 1, None, 3), (1, 2, None, 3), (1, 75, None, 75), (1, 1, 1, 1), (1, 0, None, 3),
-        (1, 0, 0, 0), (1, 2, 0, 0), (0, 0, None, 0),
+        (1, 0, 0, 0), (1, 2, 0, 0), (1, 2, 75, 75), (0, 0, None, 0),
     ],
 )  # fmt: skip
 def test_a_node_that_leaves_or_fails_alone_does_not_end_the_job(
@@ -179,6 +181,19 @@ def test_a_node_that_leaves_or_fails_alone_does_not_end_the_job(
     assert pods.code(0, "exit 0") == 0
     over = "" if job_ended is None else f"echo {job_ended} >{pods.run_dir}/exit_code; "
     assert pods.code(rank, f"{over}exit {ended}") == code
+
+
+def test_a_pod_whose_job_has_ended_is_not_replaced_before_node_0_has_closed_its_port(pods: Pods) -> None:
+    """The new pod would ask the old node 0 for a place."""
+    assert pods.code(0, "exit 0") == 0
+    ended = pods.run_dir / JOB_ENDED
+    ended.mkdir()
+    (ended / "node_1").write_text("75\n")
+    pod = pods.run(1, "exit 75", END_LOOKS="1000")
+    with pytest.raises(subprocess.TimeoutExpired):
+        pod.communicate(timeout=2.0)
+    (pods.run_dir / RESULT).write_text("75\n")
+    assert pod.wait(WAIT_S) == 75
 
 
 def test_a_pod_that_is_told_to_end_and_has_left_is_replaced(pods: Pods) -> None:

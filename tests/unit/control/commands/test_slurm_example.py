@@ -19,6 +19,7 @@ import pytest
 
 from megatron_resihp.control import exit_codes
 from megatron_resihp.control.commands.launch_options import add_arguments, check, options_of
+from megatron_resihp.control.commands.run_directory import JOB_ENDED
 from megatron_resihp.control.commands.seat import RESULT
 from megatron_resihp.control.worker.saved_state import DIRECTORY, TRACKER
 
@@ -261,8 +262,12 @@ def test_it_knows_the_names_that_the_launcher_uses() -> None:
     [
         ("kill -s KILL $$", {}, 3), (f"exit {exit_codes.FENCED}", {}, 3), ("exit 1", {}, 1), ("exit 0", {}, 1),
         ("kill -s KILL $$", {"COORDINATOR_GONE": "1"}, 1), ("echo 75 > $RUN_DIR/exit_code; exit 75", {}, 1),
+        (f"mkdir $RUN_DIR/{JOB_ENDED}; touch $RUN_DIR/{JOB_ENDED}/node_1; exit 75", {}, 1),
     ],
-    ids=["killed", "cut off", "failed", "finished", "killed with the coordinator", "the job is over"],
+    ids=[
+        "killed", "cut off", "failed", "finished", "killed with the coordinator", "the job is over",
+        "the job is over, and the coordinator waits for other nodes",
+    ],
 )  # fmt: skip
 def test_a_node_comes_back_while_the_job_goes_on_without_it(
     tmp_path: Path, ends: str, variables: dict[str, str], launches: int
