@@ -115,13 +115,14 @@ class Pods:
         environment = {**self._environment, "NODE_RANK": str(rank), **variables}
         return subprocess.Popen(self._command, env=environment, stdout=subprocess.PIPE, text=True)
 
-    def code(self, rank: int, launch: str) -> int:
-        pod = self.run(rank, launch)
+    def code(self, rank: int, launch: str, **variables: str) -> int:
+        pod = self.run(rank, launch, **variables)
         pod.communicate(timeout=WAIT_S)
         return pod.returncode
 
     def called(self) -> list[str]:
-        return (self._bin / "called").read_text().splitlines()
+        called = self._bin / "called"
+        return called.read_text().splitlines() if called.exists() else []
 
     def close(self) -> None:
         self.node0.close()
@@ -140,6 +141,21 @@ def test_all_pods_launch_with_the_flags_that_node_0_has_found(pods: Pods) -> Non
     assert look == f"checkpoint {pods.run_dir} --newer-than /saved --flags"
     assert [line.replace("--node-rank 1", "--node-rank 0") for line in launches] == 2 * launches[:1]
     assert launches[0].endswith("--x train.py --resihp --save /saved --load /saved --load /a state")
+
+
+def test_a_pod_launches_nothing_before_node_0_has_its_port(pods: Pods) -> None:
+    """Flags that are there by then are those of the start before."""
+    assert pods.code(0, "exit 0") == 0
+    launched = pods.called()
+    pods.node0.close()
+    assert pods.code(1, "exit 0", PORT_LOOKS="1") == 75
+    assert pods.called() == launched
+
+
+def test_a_pod_launches_nothing_without_the_flags_of_node_0(pods: Pods) -> None:
+    pods.run_dir.mkdir()
+    assert pods.code(1, "echo launched; exit 0") == 75
+    assert not pods.called()
 
 
 def test_a_new_node_0_looks_for_a_state_once_survivors_have_saved_it(pods: Pods) -> None:
