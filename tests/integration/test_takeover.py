@@ -67,10 +67,16 @@ class Cluster:
             (self.run_dir / wish).touch()
         self.first = self.coordinator(standby=False, min_workers=min_workers)
         eventually("it has said so", lambda: "which join with" in self.first.output())
-        at = {"coordinator": self.first.options.coordinator, **of_nodes}
-        self.nodes = [self._started(node=node, **at) for node in range(2)]
+        self.nodes: list[Launched] = []
+        for node in range(2):
+            self.launch(node, **of_nodes)
         if trains:
             self.first.await_event("epoch_started", epoch=0)
+
+    def launch(self, node: int, **options: Any) -> None:
+        """A node is to be part of the job."""
+        at = {"coordinator": self.first.options.coordinator, **options}
+        self.nodes.append(self._started(node=node, **at))
 
     def coordinator(self, standby: bool = True, port: int | None = None, **options: Any) -> Launched:
         at = Address(HOST, port or free_port())
@@ -213,6 +219,22 @@ def test_a_death_that_nobody_was_told_of_is_told_to_the_next_one(begin: Callable
     standby.await_event("recovery", to_epoch=1)
     cluster.finish(standby)
     assert [event["dead"] for event in standby.events("worker_dead")] == [1]
+
+
+def test_a_node_comes_back_that_the_lost_one_could_not_offer_a_place_any_more(begin: Callable[..., Cluster]) -> None:
+    cluster = begin()
+    cluster.nodes.pop(1).kill()
+    cluster.first.await_event("recovery", to_epoch=1)
+    place = cluster.run_dir / "returning" / "node_1.json"
+    eventually("it has written it", place.exists)
+    cluster.lose()
+    place.unlink()
+    standby = cluster.coordinator()
+    standby.await_event("coordinator_replaced")
+    cluster.launch(node=1)
+    standby.await_event("epoch_started", epoch=2)
+    cluster.finish(standby)
+    assert {event["waiting"] for event in standby.events("worker_waiting")} == {10, 11}
 
 
 @pytest.mark.parametrize("leases", [True, False])

@@ -61,11 +61,8 @@ class Succession:
 
     @property
     def awaited(self) -> frozenset[int]:
-        """Nodes whose agents are to come back: the job needs their workers, may take them in, or is to tell them that
-        it has ended."""
-        state = self.state
-        ended = state.done - state.departures.left
-        return frozenset(state.joining.node_of(worker) for worker in state.living | ended | state.joining.waiting)
+        """Nodes whose agents are to come back."""
+        return self.state.nodes_there
 
 
 def succession(decisions: Decisions) -> Succession:

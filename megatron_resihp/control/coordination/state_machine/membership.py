@@ -4,10 +4,11 @@
 May import `protocol`, `events` and this package's other modules.
 """
 
+from collections.abc import Iterable
 from typing import Final
 
 from megatron_resihp.control import exit_codes
-from megatron_resihp.control.coordination.actions import Action, Limits, Log, Notify, Phase
+from megatron_resihp.control.coordination.actions import Action, Limits, Log, Notify, Phase, Reopen
 from megatron_resihp.control.coordination.state_machine.agent_messages import AgentMessages
 from megatron_resihp.control.coordination.state_machine.changes import ChangesByChoice
 from megatron_resihp.control.coordination.state_machine.command_messages import CommandMessages
@@ -138,7 +139,8 @@ class Membership:
 
         What others had told it without an answer they tell again. So an epoch that is trained in goes on. One that was
         being built can't be: where its groups were to meet is gone. Before the first one the job ends, as after a
-        death. If it has ended, nothing is left to decide.
+        death. If it has ended, nothing is left to decide. Places of absent nodes are offered again: the one before may
+        have decided so, and been lost before it could.
 
         Args:
             by: who does, in words.
@@ -147,6 +149,7 @@ class Membership:
         if state.phase is Phase.ENDED:
             return []
         state.job.pages.begin_again()
+        absent = set(range(state.job.size.most_nodes)) - state.job.size.head - state.nodes_there
         told: list[Action] = [Log(CoordinatorReplaced(by=by))]
         match state.phase:
             case Phase.STARTING:
@@ -164,7 +167,15 @@ class Membership:
                 state.left_s = state.limits.save_s
         if state.phase in (Phase.REPORTING, Phase.SAVING) and state.left_s is not None:
             state.left_s += RETURN_S
-        return told
+        return told + self._reopen(absent)
+
+    def _reopen(self, nodes: Iterable[int]) -> list[Action]:
+        """Let these nodes come, with ids that none of their workers has had, if the job goes on for long enough."""
+        state = self.state
+        ends = state.ending.save_reason or state.ending.stop_signal
+        if ends or state.phase not in (Phase.RUNNING, Phase.REPORTING, Phase.BUILDING):
+            return []
+        return [Reopen(node, state.joining.ids_for(node)) for node in sorted(nodes)]
 
     def save_and_end(self, reason: str, now: float, unpublished: bool = False) -> list[Action]:
         """Have survivors save what they hold, since nothing better can be done, and end the job.

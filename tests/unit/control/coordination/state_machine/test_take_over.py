@@ -4,12 +4,18 @@
 from __future__ import annotations
 
 from test_log_pages import LOGGER, commit_after, logging, page
-from test_membership import UNLIKE, Job, events, notices, only
+from test_membership import REPLICA_PER_NODE, UNLIKE, Job, events, notices, only
 
 from megatron_resihp.control import exit_codes
-from megatron_resihp.control.coordination.actions import Action, AskDown, End, Notify, Phase
+from megatron_resihp.control.coordination.actions import Action, AskDown, End, Notify, Phase, Reopen
 from megatron_resihp.control.coordination.state_machine.membership import RETURN_S
-from megatron_resihp.protocol.messages import EmergencyCheckpointWritten, NodeLost, ScriptFailed
+from megatron_resihp.protocol.messages import (
+    EmergencyCheckpointWritten,
+    LeaveRequest,
+    NodeLost,
+    ScriptFailed,
+    StopRequest,
+)
 from megatron_resihp.protocol.notices import EpochIsBroken, WorkersGivenUp
 from megatron_resihp.protocol.published import EpochPlan, Go
 
@@ -138,6 +144,52 @@ def test_nothing_is_left_to_decide_once_the_job_has_ended() -> None:
     job.tell(ScriptFailed(0, "a bug", 1))
     assert job.state.phase is Phase.ENDED
     assert job.membership.take_over("process 7 on login", job.now) == []
+
+
+class TestPlaces:
+    """Of nodes that are not there: the lost coordinator may not have offered them any more. Two nodes of two workers
+    begin the job."""
+
+    def test_a_lost_node_may_come_back(self) -> None:
+        """With ids that nobody has had: the place that was offered before may have been taken."""
+        job = Job().start_with(**REPLICA_PER_NODE)
+        assert only(Reopen, job.tell(NodeLost(1, "silent", 0.0))) == Reopen(1, (6, 7))
+        assert opened(take_over(job)) == [Reopen(1, (10, 11))]
+        job.report(0, 1)
+        job.ready(*job.members)
+        assert opened(take_over(job)) == [Reopen(1, (14, 15))]
+        job.come_back(14)
+        assert opened(take_over(job)) == [], "its other worker is on the way"
+
+    def test_nodes_that_were_never_there_may_join(self) -> None:
+        job = Job(late_nodes=2).start()
+        job.come_back(4)
+        assert opened(take_over(job)) == [Reopen(3, (14, 15))]
+
+    def test_a_node_that_has_left_may_come_back(self) -> None:
+        job = Job().start_with(**REPLICA_PER_NODE)
+        job.tell(LeaveRequest(1, 2, 0.0, ordered=True))
+        assert not opened(take_over(job)), "it is still there"
+        job.leave(0, 1, 2, 3)
+        job.ready(*job.members)
+        assert job.members == (0, 1)
+        assert opened(take_over(job)) == [Reopen(1, (6, 7))]
+
+    def test_the_node_of_the_coordinator_is_there(self) -> None:
+        job = Job(tensor=1, pipeline=1).start()
+        job.kill(0)
+        job.kill(1)
+        assert opened(take_over(job)) == []
+
+    def test_nobody_may_join_a_job_that_ends(self) -> None:
+        job = Job().start_with(**REPLICA_PER_NODE)
+        job.tell(NodeLost(1, "silent", 0.0))
+        job.tell(StopRequest(15, 0.0))
+        assert opened(take_over(job)) == []
+
+
+def opened(actions: list[Action]) -> list[Action]:
+    return [action for action in actions if isinstance(action, Reopen)]
 
 
 def saving() -> Job:
