@@ -21,6 +21,7 @@ from launched import WAIT_S, Launched, eventually, is_alive
 from megatron_resihp.cli import main
 from megatron_resihp.control import exit_codes, keys
 from megatron_resihp.control.commands import seat
+from megatron_resihp.control.head import returning
 from megatron_resihp.control.transport import node_liveness
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.events.detection import Verdict
@@ -568,6 +569,23 @@ def test_a_late_node_that_could_not_join_may_try_again(
     eventually("it is taken in", lambda: "members [0, 1, 6, 7]" in first.log(0))
     first.ask("finish")
     assert (first.end(), again.end()) == (0, 0), again.output()
+
+
+@pytest.mark.nightly
+def test_a_node_whose_launcher_was_killed_before_it_was_connected_may_come(
+    launch: Launch, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator has never heard of it. `take` is what such a launcher has done."""
+    monkeypatch.setattr(returning, "CONNECTS_WITHIN_S", 1.0)
+    options = {"late_nodes": 1, "workers_per_node": 2, "coordinator": Address("127.0.0.1", port)}
+    first = launch(node=0, **options)
+    begun(first, 2)
+    assert eventually("it may join", lambda: returning.take(first.run_dir, 1)) == (2, 3)
+    again = launch(node=1, **options)
+    eventually("it is taken in", lambda: "members [0, 1, 6, 7]" in first.log(0))
+    first.ask("finish")
+    assert (first.end(), again.end()) == (0, 0), again.output()
+    assert not first.events("worker_dead")
 
 
 def test_a_silent_node_is_given_up_and_ends_itself(launch: Launch, port: int) -> None:

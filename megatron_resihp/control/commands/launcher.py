@@ -23,7 +23,7 @@ from megatron_resihp.control.commands.claim import touched
 from megatron_resihp.control.commands.contact import FILE_NAME
 from megatron_resihp.control.commands.launch_options import LaunchError, LaunchOptions, check, options_of
 from megatron_resihp.control.commands.run_directory import forget_job_end, note_job_end
-from megatron_resihp.control.commands.seat import RESULT, MakeEventSink, Seat, give_back, take_seat
+from megatron_resihp.control.commands.seat import RESULT, MakeEventSink, Seat, take_seat
 from megatron_resihp.control.commands.standby import JobIsOver, take_over
 from megatron_resihp.control.coordination.actions import Limits
 from megatron_resihp.control.coordination.decisions.succession import Succession, unlogged
@@ -62,7 +62,7 @@ from megatron_resihp.control.transport.node_liveness import (
 )
 from megatron_resihp.control.transport.questions import gathering_s
 from megatron_resihp.control.transport.shipping import Relay, Uplink
-from megatron_resihp.control.transport.store import Store, StoreError
+from megatron_resihp.control.transport.store import Store
 from megatron_resihp.control.transport.store_client import Direct, StoreClient, open_connection
 from megatron_resihp.control.transport.store_relay import StoreRelay
 from megatron_resihp.control.worker.saved_state import last_save
@@ -148,7 +148,6 @@ def _launch(options: LaunchOptions, spawn: Spawn, make_event_sink: MakeEventSink
             starter = Starter(options.command, environment, outputs, spawn, watcher, relay, store, reaper)
             workers = starter.start_all(seat.numbers)
         except OSError as error:
-            give_back(options, seat)
             raise LaunchError(f"a worker cannot be started ({error}); fix that and try again") from error
         # From here on there are threads.
         sys.setswitchinterval(SWITCH_S)
@@ -203,7 +202,7 @@ def _serve(
             seat.liveness, seat.secret, seat.size, options.heartbeat_timeout_s, time.monotonic() + within_s,
             None if before is None else before.awaited, seat.gone,
         )  # fmt: skip
-    headquarters = _open_headquarters(options, seat, mailbox) if seat.leads else None
+    headquarters = _open_headquarters(options, seat, mailbox, nodes) if seat.leads else None
     uplink, presence = Uplink(seat.secret, seat.led_on), Presence(options.node, seat.name)
     store.start()
     relay.start(uplink.deliver if headquarters is None else headquarters.detection.inbox.deliver)
@@ -238,7 +237,9 @@ def _serve(
     return ending, processes.failures()
 
 
-def _open_headquarters(options: LaunchOptions, seat: Seat, mailbox: Mailbox) -> Headquarters:
+def _open_headquarters(
+    options: LaunchOptions, seat: Seat, mailbox: Mailbox, nodes: NodeWatcher | None
+) -> Headquarters:  # fmt: skip
     assert seat.listener is not None and seat.sink is not None
     meeting = None
     if seat.liveness is not None and seat.records is not None:
@@ -265,7 +266,7 @@ def _open_headquarters(options: LaunchOptions, seat: Seat, mailbox: Mailbox) -> 
     )  # fmt: skip
     job = Job(
         size, list(options.command), limits, seat.token, seat.secret, seat.run_dir, seat.before, seat.holds, seat.claim,
-        seat.holds.is_followed, logged.has,
+        seat.holds.is_followed, lambda: frozenset() if nodes is None else nodes.served, logged.has,
     )  # fmt: skip
     return Headquarters(
         seat.address, seat.listener, bus, requests, job, meeting, detection, replanner, logbook, mailbox.end,
@@ -328,11 +329,7 @@ def _introduce(
             starter.store_is_at(store.address)
         say(f"resihp: node {options.node} has found another coordinator")
         return liveness
-    try:
-        liveness = join(store, joining, on_lost)
-    except StoreError:
-        give_back(options, seat)
-        raise
+    liveness = join(store, joining, on_lost)
     uplink.connect(records_address(store))
     if isinstance(store, LastingStore) and (control := control_of(store)) is not None:
         presence.begin(control, store.run)

@@ -117,7 +117,7 @@ def take_seat(options: LaunchOptions, make_event_sink: MakeEventSink, stack: Exi
     try:
         listener = None if options.node > 0 else _listener(options, address, stack)
         if listener is None:
-            return _join(options, address)
+            return _join(options, address, stack)
         others = options.alone or options.size.most_nodes > 1
         liveness = stack.enter_context(reserve(address.host, 0)) if others else None
         records = stack.enter_context(reserve(address.host, 0)) if others else None
@@ -189,7 +189,7 @@ def _lead(
     )  # fmt: skip
 
 
-def _join(options: LaunchOptions, address: Address) -> Seat:
+def _join(options: LaunchOptions, address: Address, stack: ExitStack) -> Seat:
     run_dir = make_run_dir(options)
     address = _found(address, run_dir, options.connect_timeout_s)
     told = partial(_told, options=options)
@@ -199,6 +199,8 @@ def _join(options: LaunchOptions, address: Address) -> Seat:
     size = replace(options.size, apart=apart)
     if options.node in size.head:
         raise LaunchError(f"node 0 of the job at {address} runs there, with the coordinator; give another --node-rank")
+    # However this launch ends. If the node was connected by then, the coordinator hears of that anyway.
+    stack.callback(returning.give_back, run_dir, options.node)
     offered = _offered(options, run_dir, address, joined, run)
     numbers = offered or size.slots_on(options.node)
     return Seat(find_secret(run_dir), address, run_dir, size, numbers, offered is not None, led_on=led_on)
@@ -273,12 +275,6 @@ def check_still_there(run_dir: Path, address: Address, run: str) -> None:
     except (RefusedSecretError, UnreadableError, TimeoutError):
         pass
     raise StoreError(f"the job at {address} that this node waited to join has ended")
-
-
-def give_back(options: LaunchOptions, seat: Seat) -> None:
-    """A node that can't join after all may try again, with other ids: of these some worker may have been heard of."""
-    if seat.offered:
-        returning.offer(seat.run_dir, options.node, [number + options.size.slots for number in seat.numbers])
 
 
 def _taken(run_dir: Path | None, by: object) -> str:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import queue
 
-from megatron_resihp.protocol.messages import NodesDown, PlanRequest
+from megatron_resihp.protocol.messages import NodeLost, NodesDown, PlanRequest
 from megatron_resihp.protocol.notices import ValidationOrder
+
+Request = ValidationOrder | PlanRequest | NodesDown | NodeLost
 
 
 class Requests:
     """Calls from any thread, in their order."""
 
     def __init__(self) -> None:
-        self._waiting: queue.SimpleQueue[ValidationOrder | PlanRequest | NodesDown] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[Request] = queue.SimpleQueue()
 
     def validate(self, order: ValidationOrder) -> None:
         """Have workers measure."""
@@ -30,6 +32,10 @@ class Requests:
         """Tell what was asked by `AskDown`."""
         self._waiting.put(message)
 
-    def take(self) -> list[ValidationOrder | PlanRequest | NodesDown]:
+    def tell_lost(self, message: NodeLost) -> None:
+        """Tell of a node whose agent has never been connected."""
+        self._waiting.put(message)
+
+    def take(self) -> list[Request]:
         """The requests since the last call; for the coordinator."""
         return [self._waiting.get() for _ in range(self._waiting.qsize())]

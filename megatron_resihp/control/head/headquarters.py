@@ -11,10 +11,9 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -24,10 +23,10 @@ from megatron_resihp.control.coordination.coordinator import Coordinator
 from megatron_resihp.control.coordination.decisions.recorded import UnrecordedError
 from megatron_resihp.control.coordination.decisions.succession import Succession
 from megatron_resihp.control.coordination.requests import Requests
-from megatron_resihp.control.head import returning
 from megatron_resihp.control.head.decision_logs import DecisionLogs
 from megatron_resihp.control.head.detection import Detection
 from megatron_resihp.control.head.logs.logbook import Logbook
+from megatron_resihp.control.head.returning import Offers
 from megatron_resihp.control.head.slurm import SlurmQuery
 from megatron_resihp.control.head.stalls import FOLLOWED, StallWatch
 from megatron_resihp.control.job_size import JobSize
@@ -43,6 +42,7 @@ from megatron_resihp.control.transport.store_server import StoreServer
 from megatron_resihp.events.bus import EventBus
 from megatron_resihp.events.event import Event, stamped
 from megatron_resihp.events.job import RunFinished, Stall
+from megatron_resihp.protocol.messages import NodeLost
 from megatron_resihp.protocol.published import END, JobEnd
 from megatron_resihp.protocol.wire import COORDINATOR
 
@@ -72,6 +72,7 @@ class Job:
         holds: whether the run directory is still this coordinator's.
         claim: makes it so, where there was a coordinator before; StoreError says why that can't be.
         is_followed: whether it is that of another coordinator which has taken over since then.
+        connected: nodes that are connected, or may still come back; called in the coordinator's thread.
         is_logged: whether the log had an event when the coordinator before was lost.
     """
 
@@ -85,6 +86,7 @@ class Job:
     holds: Callable[[], bool] = lambda: True
     claim: Callable[[], None] = lambda: None
     is_followed: Callable[[], bool] = lambda: False
+    connected: Callable[[], Set[int]] = frozenset
     is_logged: Callable[[Event], bool] = lambda event: False
 
 
@@ -130,6 +132,7 @@ class Headquarters:
         self._server: StoreServer | None = None
         self._connection: StoreClient | None = None
         self._stalls = StallWatch()
+        self._offers = Offers(job.run_dir, job.connected)
         bus.subscribe(lambda event: self._tell_stalls(self._stalls.note(event, time.monotonic())), *FOLLOWED)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="resihp-coordinator", daemon=True)
@@ -211,7 +214,7 @@ class Headquarters:
         return Coordinator(
             store, self._bus.publish, job.size, job.command, job.limits,
             requests=self._requests, next_plan=self._replanner.next_plan,
-            reopen=partial(returning.offer, job.run_dir), on_heard=self._look_for_stalls,
+            reopen=self._offers.offer, on_heard=self._look,
             write_log=self._logbook.take, ask_down=SlurmQuery(os.environ, job.size.nodes, self._requests.tell_down).ask,
             write_decision=decisions.write, shorten=decisions.shorten, run=job.token, before=job.before,
             on_told=self._stalls.told, is_logged=job.is_logged,
@@ -228,9 +231,13 @@ class Headquarters:
             self._connection.set(keys.RUN, job.token)
         return self._connection
 
-    def _look_for_stalls(self) -> None:
-        """Only once all is heard: what has been said, and not heard yet, may be that an iteration is done."""
-        self._tell_stalls(self._stalls.look(time.monotonic()))
+    def _look(self) -> None:
+        """Only once all is heard: what has been said, and not heard yet, may be that an iteration is done, or that a node
+        is lost which would then get two offers."""
+        now = time.monotonic()
+        self._tell_stalls(self._stalls.look(now))
+        for node in self._offers.look(now):
+            self._requests.tell_lost(NodeLost(node, "its launcher ended before it was connected", time.time()))
 
     def _tell_stalls(self, stalls: Iterable[Stall]) -> None:
         for stall in stalls:

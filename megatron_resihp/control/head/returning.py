@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -24,6 +26,14 @@ SIZE: Final = "job_size"
 LOOK_S: Final = 0.5
 SEEN_WITHIN_S: Final = 90.0
 """What was written there others see: a file system of several nodes may remember for a minute that it wasn't there."""
+TAKEN_LOOK_S: Final = 1.0
+"""How often the coordinator looks whether its offers are taken."""
+CONNECTS_WITHIN_S: Final = 60.0
+"""Whoever takes an offer starts its workers and connects, which takes seconds. Longer than a slow start, and so short that
+the next launch, which waits for `--connect-timeout` (300 s), still gets the place: the file system may need `SEEN_WITHIN_S`
+to show that it was taken, and again to show that it is free."""
+_OURS: Final = secrets.token_hex(4)
+"""With the process id it names this process: in containers many have one id."""
 
 
 class RefusedError(Exception):
@@ -43,12 +53,78 @@ def begin(run_dir: Path, size: JobSize) -> None:
     _write(directory / SIZE, str(size))
 
 
+class Offers:
+    """The coordinator's offers, and which were taken in vain: by a launcher that ended before its node was connected.
+
+    For one thread. The coordinator hears of the loss of a node that was connected, and of no other.
+
+    Args:
+        connected: nodes that are.
+    """
+
+    def __init__(self, run_dir: Path, connected: Callable[[], Set[int]]) -> None:
+        self._run_dir = run_dir
+        self._connected = connected
+        self._taken_s: dict[int, float] = {}
+        """Node with an offer → for how long that is known to be taken."""
+        self._looked_at = 0.0
+
+    def offer(self, node: int, workers: Sequence[int]) -> None:
+        """Let a node come, with workers of these ids; a node that can't be told stays away."""
+        self._taken_s.pop(node, None)
+        try:
+            offer(self._run_dir, node, workers)
+        except OSError as error:
+            print(f"resihp: node {node} can't come, the run directory can't be written ({error})", flush=True)
+        else:
+            self._taken_s[node] = 0.0
+
+    def look(self, now: float) -> list[int]:
+        """Nodes whose offers were taken in vain; each is told once, and is to get another offer.
+
+        Args:
+            now: of a monotonic clock.
+        """
+        passed_s = now - self._looked_at
+        if not self._taken_s or passed_s < TAKEN_LOOK_S:
+            return []
+        self._looked_at = now
+        self._withdraw(self._connected() & self._taken_s.keys())
+        try:
+            names = os.listdir(self._run_dir / DIRECTORY)
+        except OSError:
+            return []  # a file system that is away comes back
+        # No time in which this process was stopped counts: then nobody could connect.
+        vain = [node for node in self._taken_s if self._is_vain(node, names, min(passed_s, 2 * TAKEN_LOOK_S))]
+        for node in vain:
+            del self._taken_s[node]
+        return vain
+
+    def _is_vain(self, node: int, names: Sequence[str], passed_s: float) -> bool:
+        if _path(self._run_dir, node).name in names:
+            self._taken_s[node] = 0.0
+            return False
+        self._taken_s[node] += passed_s
+        given_back = not any(name.startswith(_taken_by(self._run_dir, node, "").name) for name in names)
+        return given_back or self._taken_s[node] > CONNECTS_WITHIN_S
+
+    def _withdraw(self, nodes: Set[int]) -> None:
+        """These are there. One that was late may have got another offer meanwhile."""
+        for node in nodes:
+            del self._taken_s[node]
+            with suppress(OSError):
+                _path(self._run_dir, node).unlink(missing_ok=True)
+
+
 def offer(run_dir: Path, node: int, workers: Sequence[int]) -> None:
-    """Let a node come, with workers of these ids; a node that can't be told stays away."""
-    try:
-        _write(_path(run_dir, node), json.dumps(list(workers)))
-    except OSError as error:
-        print(f"resihp: node {node} can't come, the run directory can't be written ({error})", flush=True)
+    """Let a node come, with workers of these ids. Who has taken an earlier offer can't give that back any more.
+
+    Raises:
+        OSError: the run directory can't be written.
+    """
+    for taken in (run_dir / DIRECTORY).glob(_taken_by(run_dir, node, "*").name):
+        taken.unlink(missing_ok=True)
+    _write(_path(run_dir, node), json.dumps(list(workers)))
 
 
 def take(run_dir: Path, node: int) -> tuple[int, ...] | None:
@@ -57,13 +133,19 @@ def take(run_dir: Path, node: int) -> tuple[int, ...] | None:
     Raises:
         OSError: the run directory can't be written.
     """
-    path = _path(run_dir, node)
-    taken = path.with_suffix(f".taken-by-{os.getpid()}")
+    taken = _taken_here(run_dir, node)
     try:
-        path.rename(taken)
+        _path(run_dir, node).rename(taken)
+        return tuple(json.loads(taken.read_text()))
     except FileNotFoundError:
         return None
-    return tuple(json.loads(taken.read_text()))
+
+
+def give_back(run_dir: Path, node: int) -> None:
+    """This process has come to its end. If it has taken an offer, and was never connected, the coordinator makes another:
+    of the workers some may have been heard of, so that the next ones need other ids."""
+    with suppress(OSError):  # the coordinator does so some time later, too
+        _taken_here(run_dir, node).unlink(missing_ok=True)
 
 
 def await_offer(
@@ -84,7 +166,7 @@ def await_offer(
     announced = False
     began_at = time.monotonic()
     while (workers := take(run_dir, node)) is None:
-        joined = joined or any((run_dir / DIRECTORY).glob(f"{_path(run_dir, node).stem}.taken-by-*"))
+        joined = joined or any((run_dir / DIRECTORY).glob(_taken_by(run_dir, node, "*").name))
         waited_s = time.monotonic() - began_at
         if joined and waited_s > patience_s:
             raise RefusedError(joined_already(node))
@@ -110,3 +192,11 @@ def _write(path: Path, text: str) -> None:
 
 def _path(run_dir: Path, node: int) -> Path:
     return run_dir / DIRECTORY / f"node_{node}.json"
+
+
+def _taken_here(run_dir: Path, node: int) -> Path:
+    return _taken_by(run_dir, node, f"{os.getpid()}-{_OURS}")
+
+
+def _taken_by(run_dir: Path, node: int, who: str) -> Path:
+    return _path(run_dir, node).with_suffix(f".taken-by-{who}")

@@ -74,7 +74,7 @@ class NodeWatcher:
 
     @property
     def served(self) -> set[int]:
-        """Nodes that are connected, or may still come back."""
+        """Nodes that are connected, or may still come back; other threads may ask."""
         return self._watcher.names | self._returning
 
     def fileno(self) -> int:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a node that waits to join a job finds that there is none to join any more."""
+"""How a node that waits to join a job finds that there is none to join any more, and how one that can't join leaves."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,13 @@ from served import Served, serving
 
 from megatron_resihp.control import keys
 from megatron_resihp.control.commands import seat
-from megatron_resihp.control.commands.seat import check_still_there
+from megatron_resihp.control.commands.launch_options import LaunchError, LaunchOptions
+from megatron_resihp.control.commands.launcher import NoEvents
+from megatron_resihp.control.commands.seat import check_still_there, take_seat
+from megatron_resihp.control.head import returning
+from megatron_resihp.control.head.returning import TAKEN_LOOK_S, Offers
+from megatron_resihp.control.job_size import JobSize
+from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.secret import FILE_NAME, VARIABLE, fresh_secret
 from megatron_resihp.control.transport.store import StoreError
 
@@ -51,3 +59,26 @@ def test_nor_is_one_that_does_not_answer(served: Served, tmp_path: Path) -> None
     served.close()
     with pytest.raises(StoreError, match="nothing answers at"):
         check_still_there(tmp_path, served.address, "this run")
+
+
+@pytest.mark.parametrize("how", [SystemExit(143), LaunchError("a worker cannot be started"), None])
+def test_a_launch_that_ends_leaves_the_place_that_it_has_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: BaseException | None
+) -> None:
+    """By a signal, an error, or since the coordinator was lost before the node was connected."""
+    size = JobSize(1, 1, late_nodes=1)
+    returning.begin(tmp_path, size)
+    offers = Offers(tmp_path, set)
+    offers.offer(1, [1])
+    monkeypatch.setattr(seat, "_found", lambda address, run_dir, timeout_s: address)
+    monkeypatch.setattr(seat, "admitted", lambda *_: (fresh_secret(), (False, False, False, "this run")))
+    monkeypatch.setattr(seat, "find_secret", lambda run_dir: fresh_secret())
+    options = LaunchOptions(
+        ("train.py",), node=1, late_nodes=1, workers_per_node=1, run_dir=tmp_path, coordinator=Address("node0", 1)
+    )
+    with contextlib.suppress(SystemExit, LaunchError), ExitStack() as stack:
+        assert take_seat(options, lambda run_dir: NoEvents(), stack).numbers == (1,)
+        assert offers.look(TAKEN_LOOK_S) == []
+        if how is not None:
+            raise how
+    assert offers.look(2 * TAKEN_LOOK_S) == [1]

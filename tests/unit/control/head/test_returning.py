@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 from megatron_resihp.control.head import returning
+from megatron_resihp.control.head.returning import CONNECTS_WITHIN_S, TAKEN_LOOK_S, Offers
 from megatron_resihp.control.job_size import JobSize
 
 PATIENCE_S = 60.0
@@ -72,3 +75,84 @@ def test_offers_of_an_earlier_job_are_forgotten(tmp_path: Path) -> None:
     returning.offer(tmp_path, 1, (2, 3))
     returning.begin(tmp_path, JobSize(1, 2, late_nodes=1))
     assert returning.take(tmp_path, 1) is None
+
+
+class TestTakenInVain:
+    """By a launcher that ended before its node was connected. Nobody else tells the coordinator of that."""
+
+    @pytest.fixture
+    def connected(self) -> set[int]:
+        return set()
+
+    @pytest.fixture
+    def offers(self, tmp_path: Path, connected: set[int]) -> Offers:
+        returning.begin(tmp_path, JobSize(2, 2))
+        offers = Offers(tmp_path, lambda: connected)
+        offers.offer(1, (6, 7))
+        return offers
+
+    @pytest.fixture
+    def looks(self) -> Iterator[float]:
+        """When the coordinator looks."""
+        return (TAKEN_LOOK_S * number for number in count(1))
+
+    def test_a_launcher_that_ends_gives_its_place_back(
+        self, tmp_path: Path, offers: Offers, looks: Iterator[float]
+    ) -> None:
+        assert offers.look(next(looks)) == []
+        assert returning.take(tmp_path, 1) == (6, 7)
+        assert offers.look(next(looks)) == []
+        returning.give_back(tmp_path, 1)
+        assert offers.look(next(looks)) == [1]
+        assert offers.look(next(looks)) == [], "told once"
+
+    def test_a_launcher_that_was_killed_leaves_its_place_after_a_while(
+        self, tmp_path: Path, offers: Offers, looks: Iterator[float]
+    ) -> None:
+        returning.take(tmp_path, 1)
+        in_time = int(CONNECTS_WITHIN_S / TAKEN_LOOK_S)
+        assert [offers.look(next(looks)) for _ in range(in_time)] == [[]] * in_time
+        assert offers.look(next(looks)) == [1]
+
+    def test_time_in_which_the_coordinator_was_stopped_does_not_count(self, tmp_path: Path, offers: Offers) -> None:
+        """Nobody could connect to it."""
+        returning.take(tmp_path, 1)
+        assert offers.look(1.0) == [] and offers.look(1.0 + 2 * CONNECTS_WITHIN_S) == []
+
+    def test_a_node_that_is_connected_has_not_taken_it_in_vain(
+        self, tmp_path: Path, offers: Offers, connected: set[int], looks: Iterator[float]
+    ) -> None:
+        returning.take(tmp_path, 1)
+        connected.add(1)
+        offers.look(next(looks))
+        connected.clear()
+        returning.give_back(tmp_path, 1)
+        assert offers.look(next(looks)) == [], "its loss is told otherwise"
+
+    def test_a_node_that_was_late_needs_no_other_place(
+        self, tmp_path: Path, offers: Offers, connected: set[int], looks: Iterator[float]
+    ) -> None:
+        returning.take(tmp_path, 1)
+        offers.offer(1, (10, 11))
+        connected.add(1)
+        offers.look(next(looks))
+        assert returning.take(tmp_path, 1) is None
+
+    def test_who_has_taken_an_earlier_offer_does_not_give_the_next_one_back(
+        self, tmp_path: Path, offers: Offers, looks: Iterator[float], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        returning.take(tmp_path, 1)
+        offers.offer(1, (10, 11))
+        with monkeypatch.context() as other_process:
+            other_process.setattr(returning, "_OURS", "another")
+            assert returning.take(tmp_path, 1) == (10, 11)
+        returning.give_back(tmp_path, 1)
+        assert offers.look(next(looks)) == []
+
+    def test_a_run_directory_that_can_not_be_written_is_not_tried_again_and_again(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        offers = Offers(tmp_path / "away", set)
+        offers.offer(1, (6, 7))
+        assert "node 1 can't come, the run directory can't be written" in capsys.readouterr().out
+        assert offers.look(TAKEN_LOOK_S) == []
