@@ -4,12 +4,14 @@
 # those that it may have besides (RESIHP_MAX_NODES). A batch script starts it beside srun, as job.sbatch does where
 # RESIHP_REPLACE_WATCH is its path:
 #   replace_watch.sh RUN_DIR &
-# RESIHP_REPLACE has further options of sbatch. RESIHP_REPLACE_LOOK_S is how often it looks (default 15). What waits in the queue
-# when the job ends is cancelled. Nothing takes node 0's place.
+# RESIHP_REPLACE has further options of sbatch. RESIHP_REPLACE_LOOK_S is how often it looks (default 15). Nothing takes node 0's
+# place. When the job ends, or at SIGTERM, it cancels what still waits in the queue. SLURM kills it as soon as the batch script
+# ends, or with its node. So the batch script cancels that itself, at its end and at its next start:
+#   replace_watch.sh RUN_DIR cancel
 set -euo pipefail
 
 if (($# < 1)); then
-    echo "usage: replace_watch.sh RUN_DIR" >&2
+    echo "usage: replace_watch.sh RUN_DIR [cancel]" >&2
     exit 2
 fi
 run_dir=$1
@@ -18,6 +20,21 @@ readonly MOST_TRIES=20
 join=$(dirname "${BASH_SOURCE[0]}")/join.sbatch
 read -ra options <<<"${RESIHP_REPLACE:-}"
 declare -A job_of=() tries_of=()
+submitted=$run_dir/replacements # The ids of the jobs, one per line.
+
+# Those that run end with the job by themselves.
+cancel() {
+    local jobs
+    [[ -f $submitted ]] || return 0
+    mapfile -t jobs <"$submitted"
+    scancel --quiet --state=PENDING "${jobs[@]}"
+    rm -f "$submitted"
+}
+
+if [[ ${2:-} == cancel ]]; then
+    cancel
+    exit
+fi
 
 # The coordinator offers a place to each node that is not there (control/head/returning.py).
 lacking() {
@@ -27,8 +44,12 @@ lacking() {
     done
 }
 
-while [[ ! -f $run_dir/exit_code ]]; do
+# What has been submitted is noted first.
+ends=
+trap ends=1 TERM
+while [[ -z $ends && ! -f $run_dir/exit_code ]]; do
     for rank in $(lacking); do
+        [[ -z $ends ]] || break
         # A job that waits, or that runs and has not taken the place yet.
         if [[ -n ${job_of[$rank]:-} ]]; then
             waiting=$(squeue --noheader --jobs "${job_of[$rank]}" --format %T 2>/dev/null || true)
@@ -37,11 +58,13 @@ while [[ ! -f $run_dir/exit_code ]]; do
         ((${tries_of[$rank]:-0} < MOST_TRIES)) || continue
         tries_of[$rank]=$((${tries_of[$rank]:-0} + 1))
         if said=$(sbatch --parsable --nodes=1 "${options[@]}" "$join" "$(basename "$run_dir")" "$rank" 2>&1); then
-            job_of[$rank]=$said
-            said="job $said is to bring it"
+            job_of[$rank]=${said%%;*} # in a federation, the cluster's name follows
+            echo "${job_of[$rank]}" >>"$submitted"
+            said="job ${job_of[$rank]} is to bring it"
         fi
         echo "replace_watch.sh: node $rank is not there: $said"
     done
-    sleep "${RESIHP_REPLACE_LOOK_S:-15}"
+    sleep "${RESIHP_REPLACE_LOOK_S:-15}" &
+    wait $! || kill $! 2>/dev/null || true # a signal ends this, too
 done
-((${#job_of[@]} == 0)) || scancel --state=PENDING "${job_of[@]}"
+cancel

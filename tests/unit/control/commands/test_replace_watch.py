@@ -38,7 +38,7 @@ def watch(directory: Path, lacking: list[int], squeue: str, sbatch: str = "echo 
         "PATH": f"{directory}:{os.environ['PATH']}",
         "RESIHP_REPLACE": "--gpus-per-node=8 --time=1-0",
     }
-    command = ["bash", str(SCRIPT), str(run_dir)]
+    command = ["bash", "-c", f'echo $$ > {directory}/pid; exec bash "$@"', "bash", str(SCRIPT), str(run_dir)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30.0)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     asked = directory / "asked"
@@ -52,7 +52,7 @@ def submitted(rank: int) -> str:
 def test_each_node_that_is_lost_is_asked_for_once(tmp_path: Path) -> None:
     """Its job waits until there is a node. The training job does not wait for it, and takes what still waits along."""
     said, asked = watch(tmp_path, [1, 3], "echo PENDING")
-    assert asked == [submitted(1), submitted(3), "scancel --state=PENDING 40 40"]
+    assert asked == [submitted(1), submitted(3), "scancel --quiet --state=PENDING 40 40"]
     assert said == [f"replace_watch.sh: node {rank} is not there: job 40 is to bring it" for rank in (1, 3)]
 
 
@@ -69,3 +69,9 @@ def test_a_slurm_that_refuses_is_quoted(tmp_path: Path) -> None:
 
 def test_a_whole_job_needs_nothing(tmp_path: Path) -> None:
     assert watch(tmp_path, [], "exit 1") == ([], [])
+
+
+def test_what_is_being_submitted_at_the_end_is_cancelled_too(tmp_path: Path) -> None:
+    """The batch script ends the watch, which has not seen yet that the job is over."""
+    _, asked = watch(tmp_path, [1, 3], "echo PENDING", f"kill -s TERM $(< {tmp_path}/pid); echo 40")
+    assert asked == [submitted(1), "scancel --quiet --state=PENDING 40"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -30,8 +31,8 @@ COMMANDS = {
     "scontrol": 'if [[ $2 == config ]]; then echo "SlurmdPort = 6818"; '
     'elif [[ $2 == job ]]; then echo "   Requeue=1 Restarts=${SLURM_RESTART_COUNT:-0} BatchFlag=1"; '
     'elif [[ $1 == show ]]; then printf "node%s\\n" ${NODES_OF_JOB:-0 1}; else echo "scontrol $*"; fi',
-    # The example hands its job over.
-    "sbatch": 'while [[ $1 == --* ]]; do shift; done; exec bash "$@"',
+    # The example hands its job over. The watch submits another one.
+    "sbatch": 'if [[ $1 == --parsable ]]; then echo 40; exit; fi; while [[ $1 == --* ]]; do shift; done; exec bash "$@"',
     # As SLURM does for the task on a node, the second one.
     "srun": 'while [[ $1 == --* ]]; do shift; done; SLURM_NODEID=${TASK:-1} "$@"; echo "task: $?" >&2; '
     "exit ${SRUN_CODE:-0}",
@@ -41,9 +42,10 @@ COMMANDS = {
     'exit; fi; printf "%s\\n" "$@"; eval "${LAUNCH:-}"; '
     '[[ -z ${JOB_CODE:-} ]] || echo "$JOB_CODE" > "$RUN_DIR/exit_code"',
     # The first node and its coordinator are there, or out of reach.
-    "timeout": '[[ "$*" != */29400 ]] || exit ${COORDINATOR_GONE:-1}; exit ${NODE0_GONE:-0}',
+    "timeout": f'[[ "$*" == */dev/tcp/* ]] || exec {shutil.which("timeout")} "$@"; [[ "$*" != */29400 ]] || exit ${{COORDINATOR_GONE:-1}}; exit ${{NODE0_GONE:-0}}',
     "sinfo": 'if [[ "$*" == *node2* ]]; then echo "$STATE_OF_2"; else echo "${NODE0_STATE:-allocated}"; fi',
-    "scancel": 'echo "scancel $*"',
+    "scancel": 'echo "scancel $*"; exit ${SCANCEL_CODE:-0}',
+    "squeue": "echo PENDING",
     "sleep": 'eval "${SLEEP:-}"',
 }
 
@@ -343,6 +345,42 @@ def test_places_of_nodes_that_an_earlier_run_lacked_are_forgotten(tmp_path: Path
     place.write_text("[8]")
     done = run(tmp_path, JOB_CODE="0", SLURM_RESTART_COUNT="1", LAUNCH=f"[[ ! -e {place} ]] || echo there")
     assert done.returncode == 0 and "there" not in done.stdout.splitlines()
+
+
+class TestReplacements:
+    """Jobs that are to bring nodes back are in the queue, where they outlive this one."""
+
+    WATCH = {"RESIHP_REPLACE_WATCH": str(SLURM / "replace_watch.sh"), "RESIHP_REPLACE_LOOK_S": "60"}
+
+    def test_those_that_wait_are_cancelled_when_the_job_ends(self, tmp_path: Path) -> None:
+        """The watch sleeps by then, and SLURM would kill it."""
+        submits = (
+            "mkdir $RUN_DIR/returning; touch $RUN_DIR/returning/node_1.json; "
+            "until [[ -s $RUN_DIR/replacements ]]; do /bin/sleep 0.05; done"
+        )
+        sleeps = "[[ -s $RUN_DIR/replacements ]] || exec /bin/sleep 0.05; [[ $1 != 60 ]] || exec /bin/sleep 60"
+        done = run(tmp_path, JOB_CODE="0", LAUNCH=f"{submits}; echo trained", SLEEP=sleeps, **self.WATCH)
+        assert done.returncode == 0, done.stderr
+        lines = done.stdout.splitlines()
+        assert lines[lines.index("trained") + 1 :] == ["scancel --quiet --state=PENDING 40"]
+        assert not (tmp_path / "resihp-runs" / "slurm-7" / "replacements").exists()
+
+    def test_those_of_a_start_whose_first_node_was_lost_are_cancelled_by_the_next_one(self, tmp_path: Path) -> None:
+        noted = tmp_path / "resihp-runs" / "slurm-7" / "replacements"
+        noted.parent.mkdir(parents=True)
+        noted.write_text("38\n39\n")
+        done = run(tmp_path, JOB_CODE="0", SLURM_RESTART_COUNT="1", **self.WATCH)
+        lines = done.stdout.splitlines()
+        cancelled = [line for line in lines if line.startswith("scancel")]
+        assert cancelled == ["scancel --quiet --state=PENDING 38 39"] and lines.index(cancelled[0]) < lines.index("launch")
+
+    def test_a_slurm_that_does_not_cancel_them_is_asked_again_at_the_next_start(self, tmp_path: Path) -> None:
+        noted = tmp_path / "resihp-runs" / "slurm-7" / "replacements"
+        noted.parent.mkdir(parents=True)
+        noted.write_text("39\n")
+        done = run(tmp_path, JOB_CODE="0", SCANCEL_CODE="1", **self.WATCH)
+        assert done.returncode == 0 and noted.read_text() == "39\n"
+        assert "replacements names may still wait" in done.stderr
 
 
 def test_every_command_runs_in_the_container(tmp_path: Path) -> None:
