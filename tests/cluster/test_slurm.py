@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -88,6 +89,21 @@ def test_a_node_that_was_lost_comes_back(slurm: Slurm, train: Train, reference: 
     assert [death["dead"] for death in training.events("worker_dead")] == [2]
     assert training.events("reconfiguration")
     check(training, reference)
+
+
+@pytest.mark.nightly
+def test_a_job_that_still_waits_to_bring_a_node_back_is_cancelled(slurm: Slurm, train: Train) -> None:
+    """There is no node for it until the job ends, and what has submitted it sleeps by then."""
+    watch = REPOSITORY / "scripts" / "slurm" / "replace_watch.sh"
+    training = train(nodes=3, RESIHP_REPLACE_WATCH=str(watch), RESIHP_REPLACE="--gpus-per-node=1")
+    training.await_event("iteration", iteration=HELD - 1)
+    slurm.lose("n2")
+    slurm.eventually("a job is submitted", lambda: "is to bring it" in training.output(), EVENT_S)
+    [said] = re.findall(r"job (\d+) is to bring it", training.output())
+    training.wish("go_on")
+    ended = training.end()
+    assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), training.output()
+    slurm.await_state(int(said), "CANCELLED", timeout_s=1.0)
 
 
 def test_training_needs_no_slurmd(slurm: Slurm, train: Train, reference: RunSummary) -> None:
