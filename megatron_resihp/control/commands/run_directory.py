@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a job's run directory, which only its user may look into, and notes there which nodes know that the job has ended.
+"""Makes a job's run directory, which only its user may look into, and notes there which nodes know of the job's end.
 
 May import: the standard library, `launch_options` and `terminal`.
 """

@@ -232,8 +232,8 @@ class Headquarters:
         return self._connection
 
     def _look(self) -> None:
-        """Only once all is heard: what has been said, and not heard yet, may be that an iteration is done, or that a node
-        is lost which would then get two offers."""
+        """Only once all is heard: what has been said, and not heard yet, may be that an iteration is done, or that a
+        node is lost which would then get two offers."""
         now = time.monotonic()
         self._tell_stalls(self._stalls.look(now))
         for node in self._offers.look(now):

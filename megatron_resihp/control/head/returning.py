@@ -29,9 +29,9 @@ SEEN_WITHIN_S: Final = 90.0
 TAKEN_LOOK_S: Final = 1.0
 """How often the coordinator looks whether its offers are taken."""
 CONNECTS_WITHIN_S: Final = 60.0
-"""Whoever takes an offer starts its workers and connects, which takes seconds. Longer than a slow start, and so short that
-the next launch, which waits for `--connect-timeout` (300 s), still gets the place: the file system may need `SEEN_WITHIN_S`
-to show that it was taken, and again to show that it is free."""
+"""Whoever takes an offer starts its workers and connects, which takes seconds. Longer than a slow start, and so short
+that the next launch, which waits for `--connect-timeout` (300 s), still gets the place: the file system may need
+`SEEN_WITHIN_S` to show that it was taken, and again to show that it is free."""
 _OURS: Final = secrets.token_hex(4)
 """With the process id it names this process: in containers many have one id."""
 
@@ -142,8 +142,8 @@ def take(run_dir: Path, node: int) -> tuple[int, ...] | None:
 
 
 def give_back(run_dir: Path, node: int) -> None:
-    """This process has come to its end. If it has taken an offer, and was never connected, the coordinator makes another:
-    of the workers some may have been heard of, so that the next ones need other ids."""
+    """This process has come to its end. If it has taken an offer, and was never connected, the coordinator makes
+    another: of the workers some may have been heard of, so that the next ones need other ids."""
     with suppress(OSError):  # the coordinator does so some time later, too
         _taken_here(run_dir, node).unlink(missing_ok=True)
 

@@ -32,7 +32,8 @@ COMMANDS = {
     'elif [[ $2 == job ]]; then echo "   Requeue=1 Restarts=${SLURM_RESTART_COUNT:-0} BatchFlag=1"; '
     'elif [[ $1 == show ]]; then printf "node%s\\n" ${NODES_OF_JOB:-0 1}; else echo "scontrol $*"; fi',
     # The example hands its job over. The watch submits another one.
-    "sbatch": 'if [[ $1 == --parsable ]]; then echo 40; exit; fi; while [[ $1 == --* ]]; do shift; done; exec bash "$@"',
+    "sbatch": "if [[ $1 == --parsable ]]; then echo 40; exit; fi; "
+    'while [[ $1 == --* ]]; do shift; done; exec bash "$@"',
     # As SLURM does for the task on a node, the second one.
     "srun": 'while [[ $1 == --* ]]; do shift; done; SLURM_NODEID=${TASK:-1} "$@"; echo "task: $?" >&2; '
     "exit ${SRUN_CODE:-0}",
@@ -42,7 +43,8 @@ COMMANDS = {
     'exit; fi; printf "%s\\n" "$@"; eval "${LAUNCH:-}"; '
     '[[ -z ${JOB_CODE:-} ]] || echo "$JOB_CODE" > "$RUN_DIR/exit_code"',
     # The first node and its coordinator are there, or out of reach.
-    "timeout": f'[[ "$*" == */dev/tcp/* ]] || exec {shutil.which("timeout")} "$@"; [[ "$*" != */29400 ]] || exit ${{COORDINATOR_GONE:-1}}; exit ${{NODE0_GONE:-0}}',
+    "timeout": f'[[ "$*" == */dev/tcp/* ]] || exec {shutil.which("timeout")} "$@"; '
+    '[[ "$*" != */29400 ]] || exit ${COORDINATOR_GONE:-1}; exit ${NODE0_GONE:-0}',
     "sinfo": 'if [[ "$*" == *node2* ]]; then echo "$STATE_OF_2"; else echo "${NODE0_STATE:-allocated}"; fi',
     "scancel": 'echo "scancel $*"; exit ${SCANCEL_CODE:-0}',
     "squeue": "echo PENDING",
@@ -365,14 +367,17 @@ class TestReplacements:
         assert lines[lines.index("trained") + 1 :] == ["scancel --quiet --state=PENDING 40"]
         assert not (tmp_path / "resihp-runs" / "slurm-7" / "replacements").exists()
 
-    def test_those_of_a_start_whose_first_node_was_lost_are_cancelled_by_the_next_one(self, tmp_path: Path) -> None:
+    def test_those_of_a_start_before_are_cancelled(self, tmp_path: Path) -> None:
+        """Its first node was lost, and the batch script with it."""
         noted = tmp_path / "resihp-runs" / "slurm-7" / "replacements"
         noted.parent.mkdir(parents=True)
         noted.write_text("38\n39\n")
         done = run(tmp_path, JOB_CODE="0", SLURM_RESTART_COUNT="1", **self.WATCH)
         lines = done.stdout.splitlines()
         cancelled = [line for line in lines if line.startswith("scancel")]
-        assert cancelled == ["scancel --quiet --state=PENDING 38 39"] and lines.index(cancelled[0]) < lines.index("launch")
+        assert cancelled == ["scancel --quiet --state=PENDING 38 39"] and lines.index(cancelled[0]) < lines.index(
+            "launch"
+        )
 
     def test_a_slurm_that_does_not_cancel_them_is_asked_again_at_the_next_start(self, tmp_path: Path) -> None:
         noted = tmp_path / "resihp-runs" / "slurm-7" / "replacements"
