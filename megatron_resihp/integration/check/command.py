@@ -135,10 +135,10 @@ def look(
         return Findings(job, refusals=(problem,), notes=(stock,))
     text = read_script(script, [Path(each) for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each])
     line = read_command_line(options.arguments, size.workers if uncounted is None else None, text.defaults)
-    outlook, assumed = _outlook(line, options, memory_gib)
+    outlook, assumed, unplanned = _outlook(line, options, memory_gib)
     return Findings(
         job=job,
-        refusals=tuple(_refusals(line, text, uncounted)),
+        refusals=(*_refusals(line, text, uncounted), *unplanned),
         environment=(*overruled(environment), *warnings_of(environment)),
         without_overlap=tuple(_without_overlap(line)),
         unknown=() if text.complete else tuple(_unknown(line, text, explained)),
@@ -161,10 +161,10 @@ def _refusals(line: CommandLine, text: ScriptFlags, uncounted: str | None) -> It
 
 def _outlook(
     line: CommandLine, options: LaunchOptions, memory_gib: float | None
-) -> tuple[Outlook | None, tuple[str, ...]]:
-    """What losses would do; and what was assumed for that, or why it can't be told."""
+) -> tuple[Outlook | None, tuple[str, ...], tuple[str, ...]]:
+    """What losses would do; what was assumed for that, or why it can't be told; and why there is no first plan."""
     if line.examined is None or line.examined.validated is None:
-        return None, ()
+        return None, (), ()
     from megatron_resihp.integration.check.losses import outlook
     from megatron_resihp.integration.job import job_of
     from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
@@ -181,9 +181,12 @@ def _outlook(
     try:
         job = describe_job(job_of(line.examined.config, args, DerivedArguments(lambda *_: None, args, {}), run=""))
         job = replace(job, device_memory=memory, host_memory=None)
-        return outlook(job, options.size, fields, options.min_workers), assumed
-    except (NoPlanError, PlanError) as error:
-        return None, (f"what losses would do can't be told: {error}",)
+        return outlook(job, options.size, fields, options.min_workers), assumed, ()
+    except NoPlanError as error:
+        # The coordinator ends the job with it, as workers begin.
+        return None, (), (f"{error}, so no plan exists at the start; change the sizes or the number of workers",)
+    except PlanError as error:
+        return None, (f"what losses would do can't be told: {error}",), ()
 
 
 def _without_overlap(line: CommandLine) -> Iterator[str]:

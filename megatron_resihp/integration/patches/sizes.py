@@ -18,14 +18,17 @@ from megatron_resihp.plan.microbatches import can_be_grouped
 
 def check_sizes(args: argparse.Namespace) -> None:
     """Sizes that no plan fits, said before Megatron's own assertion says it on every worker. `world_size` is known."""
-    size = size_of_replica(args)
-    if args.world_size % size:
-        sizes = "TP x PP" if args.context_parallel_size == 1 else "TP x CP x PP"
-        raise ConfigError(
-            f"{args.world_size} workers are not a multiple of {sizes} = {size}, so no plan exists; "
-            f"start {max(args.world_size // size, 1) * size} or change the parallel sizes"
-        )
-    replicas = args.world_size // size
+    replica, sharers = size_of_replica(args), _size_of_sharers(args)
+    together = math.lcm(replica, sharers)
+    of_replicas = "TP x PP" if args.context_parallel_size == 1 else "TP x CP x PP"
+    for sizes, product in ((of_replicas, replica), ("experts' TP x EP x PP", sharers)):
+        if args.world_size % product:
+            workers = f"{args.world_size} worker{' is' if args.world_size == 1 else 's are'}"
+            raise ConfigError(
+                f"{workers} not a multiple of {sizes} = {product}, so no plan exists; "
+                f"start {max(args.world_size // together, 1) * together} or change the parallel sizes"
+            )
+    replicas = args.world_size // replica
     per_step = args.micro_batch_size * replicas if args.micro_batch_size else None
     flag, batch = _batch(args)
     if per_step and batch and batch < per_step:
@@ -43,13 +46,18 @@ def with_fitting_sizes(args: argparse.Namespace) -> argparse.Namespace:
     """The same flags for as many workers, and samples in a batch, as fit: to find what else is wrong with them."""
     fitting = copy.deepcopy(args)
     replica = size_of_replica(args)
-    members = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    sharers = members * args.expert_model_parallel_size * args.pipeline_model_parallel_size
-    fitting.world_size = math.lcm(replica, sharers) * args.num_distributed_optimizer_instances
+    fitting.world_size = math.lcm(replica, _size_of_sharers(args)) * args.num_distributed_optimizer_instances
     fitting.global_batch_size = (args.micro_batch_size or 1) * (fitting.world_size // replica)
     fitting.eval_global_batch_size = fitting.eval_micro_batch_size = None
     fitting.step_batch_size_schedule = fitting.rampup_batch_size = None
     return fitting
+
+
+def _size_of_sharers(args: argparse.Namespace) -> int:
+    """How many workers all experts of all stages are shared out to."""
+    members: int = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    size: int = members * args.expert_model_parallel_size * args.pipeline_model_parallel_size
+    return size
 
 
 def _batch(args: argparse.Namespace) -> tuple[str, int | None]:

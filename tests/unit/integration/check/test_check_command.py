@@ -15,6 +15,7 @@ from megatron.training import arguments
 from megatron_resihp.integration.check import command
 from megatron_resihp.integration.check.findings import Findings
 from megatron_resihp.integration.check.unknown import FORMER
+from megatron_resihp.planner import NoPlanError
 
 LLAMA = """
     --use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
@@ -198,6 +199,34 @@ def test_sizes_that_do_not_fit(look: Look) -> None:
     assert refusal == ("--global-batch-size 4 gives 8 replicas less than one micro-batch each; give 8 or a multiple"), (
         "Megatron would name a flag that nobody gave"
     )
+
+
+MIXTURE = "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 4 --num-experts 8 --moe-router-topk 2"
+
+
+def test_workers_that_can_not_share_experts_out(look: Look) -> None:
+    """Megatron and the coordinator would end the job as it begins."""
+    (refusal,) = look(f"{MIXTURE} --expert-model-parallel-size 8", launch="--nproc-per-node 8").refusals
+    assert refusal == (
+        "8 workers are not a multiple of experts' TP x EP x PP = 32, so no plan exists; start 32 or change the "
+        "parallel sizes"
+    )
+    (refusal,) = look(f"{MIXTURE} --expert-model-parallel-size 8", launch="--nproc-per-node 1").refusals
+    assert refusal.startswith("1 worker is not a multiple of TP x PP = 4, so no plan exists; start 32 or ")
+    assert look(f"{MIXTURE} --expert-model-parallel-size 8", launch="--nproc-per-node 8 --nnodes 4").let_in
+
+
+def test_a_job_without_a_first_plan_is_refused(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the coordinator ends it, whatever other checks have let through."""
+
+    def none(*_: object) -> None:
+        raise NoPlanError("7 micro-batches cannot be shared evenly by 8 replicas at the start")
+
+    monkeypatch.setattr("megatron_resihp.integration.check.losses.initial_plan", none)
+    found = look()
+    (refusal,) = found.refusals
+    assert refusal.startswith("7 micro-batches cannot be shared evenly by 8 replicas at the start, so no plan exists")
+    assert not any("micro-batches" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("sizes", ["--tensor-model-parallel-size 3", "--global-batch-size 127"])
