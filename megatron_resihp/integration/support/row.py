@@ -115,6 +115,40 @@ class Together:
 
 
 @dataclass(frozen=True)
+class Rule:
+    """What one argument asks of all arguments together.
+
+    Attributes:
+        holds: whether they are so.
+        mend: why they have to be, and what to do instead, for a message.
+    """
+
+    holds: Callable[[Mapping[str, Any]], bool]
+    mend: str
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Supported where each of several rules holds; a message names those that don't.
+
+    Attributes:
+        rules: these.
+    """
+
+    rules: tuple[Rule, ...]
+
+    def refusal(self, name: str, values: Mapping[str, Any], flags: Mapping[str, str]) -> str | None:
+        violated = [] if values[name] is None else [each.mend for each in self.rules if not each.holds(values)]
+        if not violated:
+            return None
+        return f"{flags[name]} {values[name]} is not supported with --resihp: {'; '.join(violated)}"
+
+    def said(self, flags: Mapping[str, str]) -> str:
+        """The same for a table."""
+        return "; ".join(each.mend for each in self.rules)
+
+
+@dataclass(frozen=True)
 class Clash:
     """Another argument that does harm beside one.
 
@@ -153,7 +187,7 @@ class NotBeside:
         return "above 1, not with some values of " + ", ".join(f"`{flags[each.other]}`" for each in self.clashes)
 
 
-Condition = Only | Needs | NotWith | Together | NotBeside
+Condition = Only | Needs | NotWith | Together | NotBeside | Rules
 
 
 @dataclass(frozen=True)

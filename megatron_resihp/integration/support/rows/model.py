@@ -3,7 +3,7 @@
 Imports `notation` and `row`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_resihp.integration.support.notation import (
@@ -19,7 +19,7 @@ from megatron_resihp.integration.support.notation import (
     unread,
     without,
 )
-from megatron_resihp.integration.support.row import NotWith, Only, Together
+from megatron_resihp.integration.support.row import NotWith, Only, Rule, Rules, Together
 
 _FROM_ARGUMENTS = "training.argument_utils:core_transformer_config_from_args"
 _FLAGS = "integration/test_flags.py::test_a_death_and_other_degrees"
@@ -119,7 +119,7 @@ _PARTS: Rows = joined(
     kernel(
         "core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication",
         "gradient_accumulation_fusion",
-        device="GPU: Apex or Transformer Engine",
+        device="GPU: unless it is given, the head needs Apex, also with Transformer Engine",
     ),
     unread("training.arguments:_add_network_size_args", "onnx_safe bert_binary_head openai_gelu"),
     inert("training.arguments:validate_args", "deprecated_use_mcore_models"),
@@ -211,26 +211,46 @@ _GRAPHS: Rows = joined(
 )
 
 
-def _predicts_with_the_head(values: Mapping[str, Any]) -> bool:
-    """Whether there are layers that predict further tokens, all in the head's chunk, and the head has weights of its
-    own."""
+def _if_it_predicts(holds: Callable[[Mapping[str, Any]], Any]) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda values: not values["mtp_num_layers"] or bool(holds(values))
+
+
+def _predicts_in_the_heads_chunk(values: Mapping[str, Any]) -> bool:
     *before, _ = str(values["pipeline_model_parallel_layout"] or "").rsplit("|", 1)
-    others = values["defer_embedding_wgrad_compute"] or values.get("dataloader_inter_document_masking")
-    apart = values["mtp_num_layers"] and values["untie_embeddings_and_output_weights"]
-    return bool(apart) and not ("m" in "".join(before) or others)
+    return "m" not in "".join(before)
+
+
+_WITH_THE_HEAD = Rules((
+    Rule(
+        lambda values: values["mtp_num_layers"] != 0,
+        "leave it out in place of 0, with which Megatron builds the last norm elsewhere",
+    ),
+    Rule(
+        _if_it_predicts(lambda values: values["untie_embeddings_and_output_weights"]),
+        "use --untie-embeddings-and-output-weights, as Megatron gives a head that shares its weights others, too, "
+        "which nothing uses",
+    ),
+    Rule(
+        _if_it_predicts(_predicts_in_the_heads_chunk),
+        "let m and L be in the same chunk of --pipeline-model-parallel-layout",
+    ),
+    Rule(
+        _if_it_predicts(lambda values: not values["defer_embedding_wgrad_compute"]),
+        "leave --defer-embedding-wgrad-compute out, which no test covers with it",
+    ),
+    Rule(
+        _if_it_predicts(lambda values: not values.get("dataloader_inter_document_masking")),  # Megatron 0.18 has none
+        "leave --dataloader-inter-document-masking out, which no test covers with it",
+    ),
+))  # fmt: skip
+"""All layers that predict further tokens are in the head's chunk, and the head has weights of its own."""
 
 
 _PREDICTING: Rows = joined(
     tested(
         "integration/test_predictions.py::test_deaths_and_plans_and_back",
         "mtp_num_layers",
-        condition=Together(
-            _predicts_with_the_head,
-            "use --untie-embeddings-and-output-weights, as Megatron gives a head that shares its weights others, too, "
-            "which nothing uses; let m and L be in the same chunk of --pipeline-model-parallel-layout; and leave out "
-            "--defer-embedding-wgrad-compute and --dataloader-inter-document-masking, which no test covers with it. "
-            "Leave the flag out in place of 0, with which Megatron builds the last norm elsewhere",
-        ),
+        condition=_WITH_THE_HEAD,
     ),
     tested("integration/test_predictions.py::test_deaths_and_plans_and_back", "mtp_loss_scaling_factor"),
     refused(

@@ -108,6 +108,26 @@ def test_further_tokens_are_predicted_beside_a_head_with_weights_of_its_own(
     assert TABLE["mtp_num_layers"].refusal(values | {"mtp_num_layers": None}, {}, {}) is None
 
 
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"untie_embeddings_and_output_weights": False}, "--untie-embeddings-and-output-weights"),
+        ({"pipeline_model_parallel_layout": "Et*2m|tL"}, "--pipeline-model-parallel-layout"),
+        ({"defer_embedding_wgrad_compute": True}, "--defer-embedding-wgrad-compute"),
+        ({"dataloader_inter_document_masking": True}, "--dataloader-inter-document-masking"),
+        ({"mtp_num_layers": 0, "untie_embeddings_and_output_weights": False}, "in place of 0"),
+    ],
+)
+def test_only_what_stands_in_the_way_of_predictions_is_named(changed: dict[str, object], named: str) -> None:
+    values = {
+        "mtp_num_layers": 1, "untie_embeddings_and_output_weights": True, "pipeline_model_parallel_layout": "Et|tmL",
+        "defer_embedding_wgrad_compute": False, "dataloader_inter_document_masking": False,
+    } | changed  # fmt: skip
+    line = TABLE["mtp_num_layers"].refusal(values, {}, {"mtp_num_layers": "--mtp-num-layers"})
+    assert line is not None and named in line
+    assert line.count("--") == 2 + named.count("--"), "none of the other conditions"
+
+
 def test_each_refusal_says_why_and_what_to_do() -> None:
     for row in TABLE.values():
         assert row.supported or (row.why and row.instead), row.name
