@@ -60,6 +60,10 @@ def _size(count: int) -> str:
     return f"{count} bytes"
 
 
+class MemoryExceededError(PlanError):
+    """A worker needs more memory than its device has."""
+
+
 def check_plan(plan: ParallelPlan, model: Model, training: Training, capacity: int | Mapping[int, int]) -> None:
     """Raises PlanError unless a plan can run with this model on these devices.
 
@@ -78,7 +82,7 @@ def check_plan(plan: ParallelPlan, model: Model, training: Training, capacity: i
     }
     worst = max(over, key=lambda worker: (over[worker], -worker))
     if over[worst] > 0:
-        raise PlanError(f"memory exceeded on worker {worst} by {_size(over[worst])}")
+        raise MemoryExceededError(f"memory exceeded on worker {worst} by {_size(over[worst])}")
     uneven = any(model.uneven(degree) for replica in plan.replicas for degree in set(replica.shape) - {0})
     if uneven and not plan.uneven_shards:
         raise PlanError("members of a stage hold unequal shards, and the plan isn't marked so")

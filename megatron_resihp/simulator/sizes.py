@@ -11,7 +11,7 @@ from megatron_resihp.config import MEMORY_RESERVE
 from megatron_resihp.cost.device import NETWORK_BANDWIDTH, Device
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.layers import Model
-from megatron_resihp.cost.memory import check_plan
+from megatron_resihp.cost.memory import MemoryExceededError, check_plan
 from megatron_resihp.cost.parts import ShardError
 from megatron_resihp.cost.room import usable
 from megatron_resihp.cost.training import Training
@@ -34,6 +34,10 @@ NODE_GBPS: Final = 2400.0
 
 class SizesError(ValueError):
     """Sizes that no job can have; the message is one line for the user."""
+
+
+class NoRoomError(SizesError):
+    """The devices have too little memory."""
 
 
 def a100(
@@ -142,7 +146,8 @@ class Sizes:
             )
             check_plan(plan, self.model, self.training, self.device.memory)
         except PlanError as error:
-            raise SizesError(f"the layout at the start can't be run: {error}") from None
+            kind = NoRoomError if isinstance(error, MemoryExceededError) else SizesError
+            raise kind(f"the layout at the start can't be run: {error}") from None
         return plan
 
     def _stages(self, replica: int) -> tuple[tuple[int, ...], ...]:

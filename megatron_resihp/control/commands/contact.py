@@ -118,7 +118,8 @@ def read_contact(run_dir: Path) -> Contact:
     try:
         contact: Contact = decode(Contact, json.loads((run_dir / FILE_NAME).read_text()), ADDED_TO)
     except (OSError, ValueError, WrongValueError) as error:
-        raise StoreError(f"no job runs in {run_dir}") from error
+        lacking = None if run_dir.exists() else f"{run_dir} does not exist; give the run directory of a job that runs"
+        raise StoreError(lacking or f"no job runs in {run_dir}") from error
     return contact
 
 

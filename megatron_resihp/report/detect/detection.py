@@ -93,6 +93,8 @@ def detect(source: Path, false_alarms_per_job: float | None, warm_up: int) -> De
     """
     if warm_up < 3:
         raise BadInput(f"--warm-up {warm_up} is too short to learn from; give at least 3")
+    if not source.exists():
+        raise BadInput(f"{source} does not exist; give a run directory, or a .csv or .jsonl file")
     settings = replace(Settings(), warm_up=warm_up)
     judge = _of_run if source.is_dir() else _of_table
     try:

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from megatron_resihp.config import suggestion
+from megatron_resihp.config import UNIFORM, suggestion
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.plan.slots import links_of_slots, renamed, slot_of, workers_in_slots
@@ -79,6 +79,9 @@ def _strategies(source: Source, namespace: argparse.Namespace) -> Mapping[str, E
     possible = of_sharers if source.cost.shares else STRATEGIES
     chosen = namespace.strategy or _default(source)
     if chosen not in possible:
+        if chosen == UNIFORM:
+            only = "`resihp plan` has it only for --cp and --ep"
+            raise BadInput(f"`uniform` is what jobs do by default; {only}; `drop-replica` comes closest")
         if chosen in (*STRATEGIES, *of_sharers):
             which = "no jobs" if source.cost.shares else "only jobs"
             raise BadInput(f"{chosen} plans {which} {SHARING}; choose from {', '.join(possible)}")

@@ -34,7 +34,7 @@ from megatron_resihp.events.log import FILE_NAME, read_events
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError
 from megatron_resihp.protocol.planning import KnownJob
 from megatron_resihp.report.plan.flags import SIZES
-from megatron_resihp.simulator.sizes import Sizes, SizesError, a100, sharers_of_experts
+from megatron_resihp.simulator.sizes import NoRoomError, Sizes, SizesError, a100, sharers_of_experts
 
 _SHARING: Final = ("context_parallel_size", "expert_model_parallel_size")
 _NEGATED: Final = {"disable_bias_linear": "add_bias_linear"}
@@ -94,7 +94,7 @@ def source_of(namespace: argparse.Namespace) -> Source:
     try:
         if namespace.run_dir is None:
             usual = {name: SIZES[name] for name in SIZES.keys() - given}
-            return _expecting(namespace, _of_flags(argparse.Namespace(**(vars(namespace) | usual))))
+            return _expecting(namespace, _with_room(argparse.Namespace(**(vars(namespace) | usual))))
         if given:
             raise SourceError(f"{_flag(given[0])} and RUN_DIR both give the job's sizes; leave out one of them")
         return _expecting(namespace, _of_run(namespace.run_dir, namespace))
@@ -121,6 +121,14 @@ def _check_numbers(namespace: argparse.Namespace) -> None:
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+def _with_room(namespace: argparse.Namespace) -> Source:
+    try:
+        return _of_flags(namespace)
+    except NoRoomError as error:
+        mend = "give more GPUs, --distributed-optimizer, --recompute or --memory-gib"
+        raise SourceError(f"{error}; {mend}") from None
 
 
 def _of_flags(namespace: argparse.Namespace) -> Source:
@@ -185,7 +193,8 @@ def _of_run(run_dir: Path, namespace: argparse.Namespace) -> Source:
     try:
         log = read_events(path)
     except OSError:
-        raise SourceError(f"{run_dir} has no {FILE_NAME}; give the run directory of a started run") from None
+        lacking = f"has no {FILE_NAME}" if run_dir.exists() else "does not exist"
+        raise SourceError(f"{run_dir} {lacking}; give the run directory of a started run") from None
     found = log.events
     started, epoch = _last(found, RunStarted), _last(found, EpochStarted)
     if started is None or epoch is None or not (started.command and started.nproc_per_node and started.most_nodes):

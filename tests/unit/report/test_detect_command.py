@@ -235,7 +235,7 @@ def bad_source(tmp_path: Path, kind: str) -> Path:
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("missing", "cannot be read"),
+        ("missing", "times.csv does not exist; give a run directory, or a .csv or .jsonl file"),
         ("empty directory", f"has no {FILE_NAME}"),
         ("broken", "not a recording"),
         ("suffix", "neither a directory nor"),

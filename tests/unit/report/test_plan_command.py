@@ -129,7 +129,7 @@ def test_without_arguments_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
             for value in (0, -1, "nan", "inf", 1e308, 1e-308)
         ),
         (("--model", "llama2-7b", "--gpus", 16, "--tp", 16), "TP groups of 16 don't fit into nodes of 8"),
-        (("--model", "llama2-70b", "--gpus", 8, "--tp", 8), "memory exceeded on worker 0 by "),
+        (("--model", "llama2-70b", "--gpus", 8, "--tp", 8), "; give more GPUs, --distributed-optimizer, --"),
         (("--model", "llama2-7b", "--gpus", 80, "--pp", 40), "40 stages are more than"),
         (("--model", "llama2-7b", "--gpus", 16, "--micro-batches", 4), "fewer than 16 replicas"),
         ((*SIZES, "--slow", "3=0"), "speed 0"),
@@ -150,9 +150,10 @@ def test_without_arguments_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
         ((*SIZES, "--link", "3-4=2"), "link 3-4 has speed 2"),
         ((*SIZES, "--link", "3-4=0.5", "4-3=0.5"), "link 3-4 twice"),
         ((*SIZES, "--dead", "3", "--link", "3-4=0.5"), "worker 3 is given as dead and as an end"),
+        ((*SIZES, "--strategy", "uniform"), "only for --cp and --ep; `drop-replica` comes closest"),
         ((*SIZES, "--strategy", "prayer"), "unknown strategy 'prayer'"),
-        (("missing-run",), "missing-run has no events.jsonl"),
-        (("--dead", 3, "missing-run"), "missing-run has no events.jsonl"),
+        (("missing-run",), "missing-run does not exist; give the run directory of a started run"),
+        (("--dead", 3, "missing-run"), "missing-run does not exist; give the run directory of a started run"),
         ((*SIZES, "--strategy", "jont"), "unknown strategy 'jont'; do you mean joint? known are "),
     ],
 )

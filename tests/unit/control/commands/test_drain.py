@@ -73,3 +73,11 @@ def test_where_no_job_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     for command in (["drain", str(tmp_path), "node:1"], ["stop", str(tmp_path)]):
         assert main(command) == 2
         assert capsys.readouterr().err == f"resihp: no job runs in {tmp_path}\n"
+
+
+def test_a_run_directory_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gone = tmp_path / "gone"
+    for command in (["drain", str(gone), "node:1"], ["stop", str(gone)]):
+        assert main(command) == 2
+        said = capsys.readouterr().err
+        assert said == f"resihp: {gone} does not exist; give the run directory of a job that runs\n"
