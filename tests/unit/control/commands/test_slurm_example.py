@@ -212,6 +212,7 @@ def test_a_task_does_not_end_others_that_still_write_what_they_hold(tmp_path: Pa
         (["--save", "out", "--finetune"], {}, "--finetune would apply again"),
         (["--save", "out", "--ckpt-step", "3"], {}, "--ckpt-step would apply again"),
         (["--save", "out", "--ckpt-step=3"], {}, "--ckpt-step would apply again"),
+        (["--save", "out", "--exit-on-missing-checkpoint"], {}, "before there is a checkpoint; leave it out"),
         (["--save", "out", "--load", "base"], {}, "--load base would load that again"),
         (["--save=out", "--load=base"], {}, "--load base would load that again"),
         (["--load", "base"], {}, "usage: sbatch"),
