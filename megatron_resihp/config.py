@@ -333,11 +333,11 @@ class ResihpConfig:
         check_false_alarms("--resihp-false-alarms-per-job", self.resihp_false_alarms_per_job)
         if self.resihp_strategy not in STRATEGIES:
             mend = f"{suggestion(self.resihp_strategy, STRATEGIES)}choose from {', '.join(STRATEGIES)}"
-            raise ConfigError(f"--resihp-strategy {self.resihp_strategy} is none of them; {mend}")
+            raise ConfigError(f"--resihp-strategy {self.resihp_strategy} is no strategy; {mend}")
         if self.resihp_expert_copies not in (0, 1):
             raise ConfigError(f"--resihp-expert-copies {self.resihp_expert_copies} can't be kept; give 0 or 1")
         if self.resihp_act not in ACTS:
-            raise ConfigError(f"--resihp-act {self.resihp_act} is none of them; choose from {', '.join(ACTS)}")
+            raise ConfigError(f"--resihp-act {self.resihp_act} is no mode; choose from {', '.join(ACTS)}")
         if self.resihp_act != ACTS[0] and self.resihp_strategy == UNIFORM:
             mend = "give --resihp-strategy joint, for example"
             raise ConfigError(f"--resihp-act {self.resihp_act} needs a strategy that reacts to slow workers; {mend}")

@@ -238,7 +238,7 @@ def test_a_node_whose_workers_are_refused_may_try_again(jobs: Jobs, tmp_path: Pa
     first = jobs.start(arguments, node=0, wishes=["hold-0-5"], **options)
     first.await_event("iteration", iteration=2)
     for wrong, said in (
-        (["--resihp-act", "no"], "--resihp-act no is none of them"),
+        (["--resihp-act", "no"], "--resihp-act no is no mode"),
         (["--lr", "3e-3", "--seed", "7"], "--lr 0.003 (the job's: 0.001), --seed 7 (the job's: 1234)"),
     ):
         late = late_node(first, tmp_path / wrong[0], [*arguments, *wrong], node=1, **options)

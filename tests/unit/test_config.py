@@ -110,10 +110,10 @@ class TestPlanning:
     @pytest.mark.parametrize(
         ("flags", "said"),
         [
-            ({"resihp_strategy": "restart"}, "--resihp-strategy restart is none of them"),
-            ({"resihp_strategy": "jiont"}, "--resihp-strategy jiont is none of them; do you mean joint. choose from"),
+            ({"resihp_strategy": "restart"}, "--resihp-strategy restart is no strategy"),
+            ({"resihp_strategy": "jiont"}, "--resihp-strategy jiont is no strategy; do you mean joint. choose from"),
             ({"resihp_carrier": "pigeon"}, "--resihp-carrier pigeon is not a carrier; choose from host, device"),
-            ({"resihp_act": "sleep"}, "--resihp-act sleep is none of them; choose from observe, ask, act"),
+            ({"resihp_act": "sleep"}, "--resihp-act sleep is no mode; choose from observe, ask, act"),
             ({"resihp_act": "act"}, "needs a strategy that reacts to slow workers"),
             ({"resihp_answer_timeout": 0.0}, "--resihp-answer-timeout 0 is not a time to wait; give more than 0"),
             ({"resihp_memory_reserve": 100.0}, "--resihp-memory-reserve 100 is invalid; give a percentage from 0"),
