@@ -16,6 +16,8 @@ from megatron_resihp.planner.spreading import fatal_nodes, last_holders
 SPREAD = "--resihp-spread-replicas"
 OPTIMIZER = "--use-distributed-optimizer"
 COPIES = "--resihp-expert-copies"
+BUT = "every shard has another holder, but:"
+"""What is said in place of "any other may be lost" where lines follow that name losses without a plan."""
 
 
 @dataclass(frozen=True)
@@ -105,13 +107,20 @@ def _idle(shape: JobShape, workers: int) -> str | None:
     return f"{SPREAD} has no second replica to use" if workers == shape.replica_size else None
 
 
-def in_words(nodes: int, found: Exposure, fewest: int = 0) -> str:
-    """One line for people. `nodes`: of the job; `fewest`: as of `exposure`."""
-    said = _losses(nodes, found, fewest)
-    return "; ".join([said, *([f"to avoid that, {found.mend}"] if found.mend else []), *filter(None, [found.idle])])
+def in_words(nodes: int, found: Exposure, fewest: int = 0, *, has_plans: bool = True) -> str:
+    """One line for people.
+
+    Args:
+        nodes: of the job.
+        fewest: as of `exposure`.
+        has_plans: there is a plan after each other loss; otherwise lines that name the losses without one follow.
+    """
+    said = _losses(nodes, found, fewest, has_plans)
+    more = [*([f"to avoid that, {found.mend}"] if found.mend else []), *filter(None, [found.idle])]
+    return "; ".join([*more, said] if said.endswith(BUT) else [said, *more])
 
 
-def _losses(nodes: int, found: Exposure, fewest: int) -> str:
+def _losses(nodes: int, found: Exposure, fewest: int, has_plans: bool) -> str:
     others = [f"node {node}" for node in found.nodes]
     workers = [] if others or not found.workers else ["any worker"]
     if found.too_few == "worker" or (found.too_few and nodes > 1 and not found.workers):
@@ -119,7 +128,8 @@ def _losses(nodes: int, found: Exposure, fewest: int) -> str:
     if found.unshared:
         return f"losing any worker ends the job, which then has too few replicas to share {found.unshared}"
     if nodes == 1:
-        return "losing any worker ends the job" if found.workers else "any one worker may be lost"
+        survived = "any one worker may be lost" if has_plans else BUT
+        return "losing any worker ends the job" if found.workers else survived
     coordinator = "the coordinator" if found.apart else "node 0 (the coordinator's)"
     lost = others or workers
     if found.replaceable:
@@ -129,7 +139,8 @@ def _losses(nodes: int, found: Exposure, fewest: int) -> str:
         said = f"losing {_listing([coordinator, *lost])} ends the job"
     if others:
         return f"{said} with state that is nowhere else"
-    return said if workers else f"{said}; any {'node' if found.apart else 'other one'} may be lost"
+    survived = f"any {'node' if found.apart else 'other one'} may be lost" if has_plans else BUT
+    return said if workers else f"{said}; {survived}"
 
 
 def _listing(names: list[str]) -> str:

@@ -23,11 +23,14 @@ def plan_for_few(survivors: Survivors) -> ParallelPlan:
     The survivors hold all state between them.
 
     Raises:
-        NoPlanError: neither fits, or too little is known of the job to tell.
+        NoPlanError: neither fits, or too little is known of the job to tell; without a message if the job could not
+            run either, whatever its memory.
     """
     own, held, job, reason = survivors.own, survivors.held, survivors.job, ""
     for working in _candidates(own, held, survivors.running, job.micro_batches):
         plan = with_standbys(working, held, own, job.tensor_parallel)
+        if plan.not_uniform and (job.context_parallel > 1 or job.expert_parallel > 1 or job.expert_members):
+            continue  # such a job never runs it
         try:
             mode_of(plan).check_ops(plan, own, job)
             _check_memory(plan, survivors)

@@ -114,7 +114,7 @@ def uniform_or_less(survivors: Survivors) -> tuple[ParallelPlan, list[Event]]:
     try:
         plan = plan_for_few(survivors)
     except NoPlanError as error:
-        raise NoPlanError(f"{too_few}; {error}") from None
+        raise NoPlanError("; ".join(filter(None, [too_few, str(error)]))) from None
     return plan, [Planned(strategy=FALLBACK, instead_of=UNIFORM, reason=too_few)]
 
 

@@ -84,6 +84,9 @@ def told_of_traffic(sent: Sent | None) -> Iterator[str]:
     if sent is None:
         return
     yield _layout("in Megatron's order of ranks", sent.unspread)
+    if sent.refused_with is not None:
+        yield f"{SPREAD} is refused with {sent.refused_with}"
+        return
     if sent.losses is None:
         yield f"{SPREAD} changes nothing here"
         return

@@ -51,12 +51,14 @@ class Sent:
         asked: whether the flag is given.
         unspread, spread: in an iteration.
         losses: which losses end the job with it; None: it changes nothing.
+        refused_with: the flag beside which it is refused, as spelled; None: it isn't.
     """
 
     asked: bool
     unspread: Crossing
     spread: Crossing
     losses: str | None
+    refused_with: str | None = None
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,6 @@ def outlook(job: JobDescription, size: JobSize, arguments: Mapping[str, Any], fe
     """
     shape = shape_of(job, size.workers_per_node)
     plan = initial_plan(shape, size.workers, job.pipeline_last)
-    said = in_words(size.nodes, exposure(shape, size.workers, job.pipeline_last, fewest), fewest)
     full = spelled_out(plan, job.chunks)
     following, without = dict[str, ParallelPlan](), dict[str, str]()
     by_keeper = copied_experts(plan, job.chunks, full.members, shape.node_of) if job.expert_copies else {}
@@ -118,6 +119,8 @@ def outlook(job: JobDescription, size: JobSize, arguments: Mapping[str, Any], fe
             following[name] = spelled_out(uniform_or_less(survivors)[0], job.chunks)
         except NoPlanError as error:
             without[name] = str(error)
+    exposed = exposure(shape, size.workers, job.pipeline_last, fewest)
+    said = in_words(size.nodes, exposed, fewest, has_plans=not without)
     try:
         known = KnownJob.of(job, dict(arguments))
         cost = cost_of_job(known, size.slots, size.workers_per_node, job.chunks, None)
@@ -163,7 +166,14 @@ def _sent(job: JobDescription, shape: JobShape, size: JobSize, model: Model, tra
     plans = [spelled_out(initial_plan(each, size.workers, job.pipeline_last), job.chunks) for each in shapes]
     unspread, spread = (crossing(plan, model, training, shape.node_of) for plan in plans)
     losses = in_words(size.nodes, exposure(shapes[1], size.workers, job.pipeline_last, fewest), fewest)
-    return Sent(job.spread_replicas, unspread, spread, None if plans[0] == plans[1] else losses)
+    refused_with = "--context-parallel-size" if shape.own_sharing.context > 1 else "--expert-model-parallel-size"
+    return Sent(
+        job.spread_replicas,
+        unspread,
+        spread,
+        None if plans[0] == plans[1] else losses,
+        None if can_spread else refused_with,
+    )
 
 
 def _memory(

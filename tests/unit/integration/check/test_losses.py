@@ -93,6 +93,34 @@ def test_a_flag_that_changes_nothing() -> None:
     assert of(8).sent is None and not [*told_of_traffic(None)]
 
 
+EXPERTS: dict[str, Any] = {
+    "num_experts": 8, "moe_ffn_hidden_size": 11008, "moe_router_topk": 2, "expert_model_parallel_size": 8,
+}  # fmt: skip
+SHARES = replace(
+    JOB, tensor_parallel=1, pipeline_parallel=1, chunks=even_chunks(32, 1), distributed_optimizer=True,
+    micro_batches=16, expert_parallel=8, experts=8, pipeline_last=True,
+)  # fmt: skip
+
+
+def test_a_flag_that_is_refused_where_replicas_share() -> None:
+    for name, changed, arguments in (
+        ("expert-model", SHARES, EXPERTS),
+        ("context", replace(JOB, context_parallel=2), {"context_parallel_size": 2}),
+    ):
+        lines = list(told_of_traffic(of(16, job=replace(changed, device_memory=None), **arguments).sent))
+        assert lines[1:] == [f"--resihp-spread-replicas is refused with --{name}-parallel-size"]
+
+
+def test_losses_after_which_memory_does_not_suffice() -> None:
+    """Each shard has another holder, but the survivors would have more of the experts than they have room for."""
+    first, *others = told_of_losses(of(8, job=SHARES, **EXPERTS))
+    assert first == "every shard has another holder, but:"
+    assert others and others[0].startswith("no plan after the loss of worker 0: ") and "memory exceeded" in others[0]
+    assert "uniform plans only" not in others[0], "the job could run no other plan, whatever its memory"
+    first, *others = told_of_losses(of(16, job=SHARES, **EXPERTS))
+    assert first.endswith("; every shard has another holder, but:") == bool(others)
+
+
 def test_losses_that_leave_too_few_workers() -> None:
     found = outlook(JOB, JobSize(2, NODE), ARGUMENTS, fewest=9)
     assert found.losses.startswith("losing any node ends the job")
