@@ -91,6 +91,7 @@ def command_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     launch = _parser(commands, "launch", "start a training script on this node and keep the job running")
     launch_options.add_arguments(launch)
+    launch.epilog = launch_options.EPILOG
     launch.set_defaults(run=lambda namespace: launcher.run(namespace, RunReport))
     coordinator = _parser(
         commands, "coordinator", "run a job's coordinator apart from its nodes, so that the job outlives any of them"

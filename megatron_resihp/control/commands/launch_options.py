@@ -32,6 +32,11 @@ TIMEOUTS: Final = ("heartbeat", "notice", "survivor", "connect")
 """--NAME-timeout."""
 
 
+EPILOG: Final = """\
+All flags of torchrun are accepted too, with dashes or underscores, except a few; docs/usage.md lists them.
+"""
+
+
 class LaunchError(Exception):
     """The user has to mend something; the message is "cause; mend"."""
 

@@ -30,12 +30,13 @@ if TYPE_CHECKING:
     from megatron_resihp.integration.check.losses import Outlook
     from megatron_resihp.integration.check.script import ScriptFlags
 
-EPILOG: Final = """\
+EPILOG: Final = f"""\
 Give it the arguments of `resihp launch`. The exit code is 0 if the job would be accepted, and 2 if it would be
 refused.
 
   resihp check --nnodes 2 --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ... --resihp
-"""
+
+{launch_options.EPILOG}"""
 VOCABULARY: Final = 131_072
 """Rows that are counted where only the tokenizer knows how many there are."""
 
@@ -128,7 +129,8 @@ def look(
     from megatron_resihp.integration.enable import version_problem
 
     size = options.size
-    workers = f"{size.workers} workers ({size})" if uncounted is None else "an unknown number of workers"
+    plural = "" if size.workers == 1 else "s"
+    workers = f"{size.workers} worker{plural} ({size})" if uncounted is None else "an unknown number of workers"
     job = f"{options.module or options.command[0]}, {workers}"
     if problem := version_problem():
         stock = "to see what is said of the flags, give them to pretrain_gpt.py of a supported Megatron-LM"
@@ -142,7 +144,7 @@ def look(
         environment=(*overruled(environment), *warnings_of(environment)),
         without_overlap=tuple(_without_overlap(line)),
         unknown=() if text.complete else tuple(_unknown(line, text, explained)),
-        notes=(*_notes(line, options, environment), *assumed),
+        notes=(*_notes(line, options, text, environment), *assumed),
         outlook=outlook,
     )
 
@@ -155,8 +157,19 @@ def _refusals(line: CommandLine, text: ScriptFlags, uncounted: str | None) -> It
     yield from line.refusals
     if text.complete:
         yield from _unknown(line, text, refusal)
+        yield from _ends_the_script(line, text)
     if line.examined is not None:
         yield from line.examined.refusals
+
+
+def _ends_the_script(line: CommandLine, text: ScriptFlags) -> Iterator[str]:
+    """Words too many and flags too few, for which only a script whose text does not show all can make up."""
+    from megatron_resihp.integration.check.needed import missing
+    from megatron_resihp.integration.check.unknown import of_words
+
+    yield from (of_words(flag, words) for flag, words in line.stray)
+    if line.given is not None and not line.refusals:  # a flag that can't be read is not there either
+        yield from missing(line.given, text.defaults)
 
 
 def _outlook(
@@ -195,33 +208,58 @@ def _without_overlap(line: CommandLine) -> Iterator[str]:
     return lost_sometimes(vars(line.given) if line.given is not None else {})
 
 
-def _unknown(line: CommandLine, text: ScriptFlags, said: Callable[[str, list[str]], str]) -> list[str]:
+def _unknown(
+    line: CommandLine, text: ScriptFlags, said: Callable[[str, list[str], Mapping[str, str]], str]
+) -> list[str]:
     """What is said of each flag that neither Megatron nor the script's text has."""
+    from megatron_resihp import config
     from megatron_resihp.integration.patches.flags import known_parser
 
-    known = [*known_parser()._option_string_actions, *sorted(text.added)]
+    ours = config.add_arguments(argparse.ArgumentParser(add_help=False))
+    known = [*known_parser()._option_string_actions, *ours._option_string_actions, *sorted(text.added)]
     flags = dict.fromkeys(word.partition("=")[0] for word in line.unknown if word.startswith("--"))
-    return sorted(said(flag, known) for flag in flags.keys() - text.added)
+    return sorted(said(flag, known, _options()) for flag in flags.keys() - text.added)
 
 
-def _notes(line: CommandLine, options: LaunchOptions, environment: Mapping[str, str]) -> list[str]:
-    from megatron_resihp.integration.patches.flags import data_problems
+def _options() -> dict[str, str]:
+    """The options that stand before a script, and whose they are."""
+    launch, check = argparse.ArgumentParser(add_help=False), argparse.ArgumentParser(add_help=False)
+    launch_options.add_arguments(launch)
+    add_arguments(check)
+    return {
+        **dict.fromkeys(check._option_string_actions, "resihp check"),
+        **dict.fromkeys(launch._option_string_actions, "resihp launch"),
+    }
+
+
+def _notes(
+    line: CommandLine, options: LaunchOptions, text: ScriptFlags, environment: Mapping[str, str]
+) -> Iterator[str]:
+    if line.unfinished is not None:
+        yield f"how the sizes fit together is not checked: {line.unfinished}"
+    if not text.complete:
+        yield from (f"unless the script makes up for it: {said}" for said in _ends_the_script(line, text))
+    if line.given is not None:
+        yield from _of_flags(line.given, options, text, environment)
+    if options.size.most_nodes > 1 and (options.coordinator is None or options.run_dir is None):
+        yield "`resihp launch` needs --coordinator HOST:PORT and --run-dir DIR for several nodes"
+
+
+def _of_flags(
+    given: argparse.Namespace, options: LaunchOptions, text: ScriptFlags, environment: Mapping[str, str]
+) -> Iterator[str]:
+    from megatron_resihp.integration.check.elsewhere import not_seen, without_apex
     from megatron_resihp.integration.streams.seeds import draws
 
-    notes = []
-    if line.unfinished is not None:
-        notes.append(f"how the sizes fit together is not checked: {line.unfinished}")
-    if line.given is not None:
-        notes += [f"not seen from here: {problem}" for problem in data_problems(line.given)]
-        if not line.given.resihp:
-            notes.append("--resihp is not among the flags: without it nothing is recovered; add it")
-        notes += _of_connections(line.given, environment)
-        if draws(line.given) and not line.given.resihp_megatron_random_streams:
-            masks = "dropout masks and router noise are others than without --resihp"
-            notes.append(f"{masks}; --resihp-megatron-random-streams keeps Megatron's, but not through a failure")
-    if options.size.most_nodes > 1 and (options.coordinator is None or options.run_dir is None):
-        notes.append("`resihp launch` needs --coordinator HOST:PORT and --run-dir DIR for several nodes")
-    return notes
+    yield from (f"not seen from here: {problem}" for problem in not_seen(given, text.defaults))
+    if not options.stand_in:
+        yield from without_apex(given)
+    if not given.resihp:
+        yield "--resihp is not among the flags: without it nothing is recovered; add it"
+    yield from _of_connections(given, environment)
+    if given.resihp and draws(given) and not given.resihp_megatron_random_streams:
+        masks = "dropout masks and router noise are others than without --resihp"
+        yield f"{masks}; --resihp-megatron-random-streams keeps Megatron's, but not through a failure"
 
 
 def _of_connections(given: argparse.Namespace, environment: Mapping[str, str]) -> list[str]:

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from megatron.training import arguments
@@ -37,6 +38,7 @@ class CommandLine:
     unknown: words that Megatron's parser does not know.
     refusals: of Megatron's parser.
     unfinished: why Megatron's own validation was not done here.
+    stray: words that no flag takes, each after a flag of Megatron's, or after none.
     """
 
     examined: Examined | None
@@ -44,6 +46,7 @@ class CommandLine:
     unknown: tuple[str, ...]
     refusals: tuple[str, ...]
     unfinished: str | None = None
+    stray: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
 def read_command_line(words: Sequence[str], workers: int | None, defaults: Mapping[str, Any]) -> CommandLine:
@@ -63,7 +66,8 @@ def read_command_line(words: Sequence[str], workers: int | None, defaults: Mappi
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
-            readable, unknown, refusals = _readable(words)
+            parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False))
+            readable, unknown, refusals = _readable(words, parser)
             if readable is None:
                 return CommandLine(None, None, (), tuple(refusals))
             with _as_worker_0(readable, workers or 1):
@@ -76,7 +80,9 @@ def read_command_line(words: Sequence[str], workers: int | None, defaults: Mappi
         return CommandLine(None, None, (), (f"Megatron's parser ends the script: {last}; fix that",))
     finally:
         undo_all([ours])
-    return CommandLine(examined, given, tuple(unknown), tuple(refusals), unfinished)
+    return CommandLine(
+        examined, given, tuple(unknown), tuple(refusals), unfinished, tuple(_stray(readable, unknown, parser))
+    )
 
 
 def _examined(args: argparse.Namespace, defaults: dict[str, Any]) -> tuple[Examined, str | None]:
@@ -90,10 +96,9 @@ def _examined(args: argparse.Namespace, defaults: dict[str, Any]) -> tuple[Exami
         return Examined(ResihpConfig.from_namespace(args), (problem,), None), None
 
 
-def _readable(words: Sequence[str]) -> tuple[list[str] | None, list[str], list[str]]:
+def _readable(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str] | None, list[str], list[str]]:
     """The words without those that Megatron's parser can't read, or None where that doesn't help; the unknown ones;
     and what is wrong with the rest."""
-    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False))
     left, refusals = list(words), list[str]()
     while True:
         try:
@@ -112,6 +117,21 @@ def _readable(words: Sequence[str]) -> tuple[list[str] | None, list[str], list[s
         if len(fewer) == len(left):
             return None, [], refusals
         left = fewer
+
+
+def _stray(
+    words: Sequence[str], unknown: Sequence[str], parser: argparse.ArgumentParser
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Words that no flag takes. Those after a flag that the parser doesn't know may be that one's values."""
+    if all(word.startswith("--") for word in unknown):
+        return
+    starts = [place for place, word in enumerate(words) if word.startswith("--")]
+    if before := tuple(words[: starts[0] if starts else None]):
+        yield "", before
+    for start, end in pairwise([*starts, len(words)]):
+        _, left = parser.parse_known_args(words[start:end])
+        if left and left[0] != words[start]:
+            yield words[start].partition("=")[0], tuple(left)
 
 
 def _pairs(words: Sequence[str]) -> list[tuple[str, str, str]]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to say of flags that Megatron's parser does not have. Imports the standard library."""
+"""What to say of flags and words that Megatron's parser does not take. Imports the standard library."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Final
 
@@ -21,30 +21,38 @@ WORD: Final = 5
 LIKENESS: Final = 0.75
 
 
-def explained(flag: str, known: Iterable[str]) -> str:
+def explained(flag: str, known: Iterable[str], commands: Mapping[str, str]) -> str:
     """The flag, with what may be wrong with it.
 
     Args:
-        known: Megatron's flags.
+        known: Megatron's flags and the script's.
+        commands: our commands' own options, and whose they are.
     """
     if flag in FORMER:
         return f"{flag} (leave it out: {FORMER[flag]})"
+    if flag in commands:
+        return f"{flag} (an option of {commands[flag]}: put it before the script)"
     near = _meant(flag, known)
     return f"{flag} (do you mean {near}?)" if near else flag
 
 
-def refusal(flag: str, known: Iterable[str]) -> str:
-    """The same of a flag that the script does not define either, "cause; mend".
-
-    Args:
-        known: Megatron's flags and the script's.
-    """
+def refusal(flag: str, known: Iterable[str], commands: Mapping[str, str]) -> str:
+    """The same of a flag that the script does not define either, "cause; mend"."""
+    if flag in commands:
+        return f"{flag} is an option of {commands[flag]}; put it before the script"
     if flag in FORMER:
         mend = f"leave it out: {FORMER[flag]}"
     else:
         near = _meant(flag, known)
         mend = f"do you mean {near}?" if near else "leave it out"
     return f"{flag}: neither Megatron nor the script has this flag; {mend}"
+
+
+def of_words(flag: str, words: Sequence[str]) -> str:
+    """What to say of words that no flag takes. `flag`: the one before them, or an empty string."""
+    what, them = ("this word", "it") if len(words) == 1 else ("these words", "them")
+    value = f"quote the value of {flag}, or " if flag else ""
+    return f"{' '.join(words)}: no flag takes {what}; {value}leave {them} out"
 
 
 def _meant(flag: str, known: Iterable[str]) -> str | None:

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 UNLIKE_REPLICAS: Final[Mapping[str, str]] = {
-    "overlap_grad_reduce": "what the members of a stage hold whole is summed after the backward pass, as norms are; "
-    "with --resihp-carrier device all gradients are",
+    "overlap_grad_reduce": "gradients of parameters that every tensor-parallel rank has whole (such as norms) are "
+    "summed after the backward pass; with --resihp-carrier device, all gradients are",
     "overlap_param_gather": "no parameters are gathered",
     "overlap_param_gather_with_optimizer_step": "no parameters are gathered",
     "defer_embedding_wgrad_compute": "the head's weight gradients are computed in its backward pass",
@@ -28,5 +28,5 @@ def flag_of(name: str) -> str:
 
 def lost_sometimes(asked: Mapping[str, Any]) -> Iterator[str]:
     """A line for each overlap that a job asks for and does not have under every plan."""
-    for when, lost in (("replicas differ", UNLIKE_REPLICAS), ("each worker has all experts", ALL_EXPERTS)):
+    for when, lost in (("replicas differ in shape", UNLIKE_REPLICAS), ("each worker has all experts", ALL_EXPERTS)):
         yield from (f"{flag_of(name)}: while {when}, {instead}" for name, instead in lost.items() if asked.get(name))

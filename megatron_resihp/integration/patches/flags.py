@@ -33,6 +33,7 @@ from megatron_resihp.integration.patches.sizes import (
     check_batches,
     check_instances,
     check_pipeline,
+    check_sequence,
     check_sizes,
     with_fitting_sizes,
 )
@@ -174,7 +175,8 @@ def _of_validated(args: argparse.Namespace) -> list[str]:
     """What keeps a job out, however many workers it has."""
     # Megatron's configuration of the model asserts what the pipeline needs, too, in other words.
     pipeline = _raised(lambda: check_pipeline(args))
-    return [*_raised(lambda: _check_saves(args)), *(pipeline or _raised(lambda: check_model(args)))]
+    others = [*_raised(lambda: _check_saves(args)), *_raised(lambda: check_sequence(args))]
+    return [*others, *(pipeline or _raised(lambda: check_model(args)))]
 
 
 def _raised(check: Callable[[], None]) -> list[str]:

@@ -86,6 +86,18 @@ def check_pipeline(args: argparse.Namespace) -> None:
         )
 
 
+def check_sequence(args: argparse.Namespace) -> None:
+    """Of validated arguments: whether members of a stage can share a sequence. Megatron asserts that only in the first
+    forward pass."""
+    members, context = args.tensor_model_parallel_size, args.context_parallel_size
+    if args.sequence_parallel and args.seq_length and args.seq_length % (members * context):
+        sizes = f"TP = {members}" if context == 1 else f"TP x CP = {members * context}"
+        raise ConfigError(
+            f"--seq-length {args.seq_length} is not a multiple of {sizes}, as --sequence-parallel "
+            "needs; give a multiple, or leave that flag out"
+        )
+
+
 def check_instances(args: argparse.Namespace) -> None:
     """Parts of a distributed optimizer have copies in other replicas of their instance."""
     replicas = args.world_size // size_of_replica(args)

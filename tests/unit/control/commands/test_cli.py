@@ -56,6 +56,15 @@ def test_bad_options(capsys: pytest.CaptureFixture[str], script: str, arguments:
     assert said in refused(capsys, *arguments, script)
 
 
+@pytest.mark.parametrize("command", ["launch", "check"])
+def test_help_says_that_flags_of_torchrun_are_taken(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.endswith("All flags of torchrun are accepted too, with dashes or underscores, except a few; "
+                         "docs/usage.md lists them.")  # fmt: skip
+
+
 def test_no_such_script(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "no.py does not exist; give a Python script" in refused(capsys, str(tmp_path / "no.py"))
     assert "is not a file" in refused(capsys, str(tmp_path))

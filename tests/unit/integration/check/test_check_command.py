@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from megatron.training import arguments
 
-from megatron_resihp.integration.check import command
+from megatron_resihp.integration.check import command, elsewhere
 from megatron_resihp.integration.check.findings import Findings
 from megatron_resihp.integration.check.unknown import FORMER
 from megatron_resihp.planner import NoPlanError
@@ -41,9 +41,13 @@ def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stand_in: None) -> Loo
     command.add_arguments(parser)
 
     def look(
-        words: str = "", launch: str = TORCHRUN, environment: Mapping[str, str] = {}, data: str = MOCK_DATA
+        words: str = "",
+        launch: str = TORCHRUN,
+        environment: Mapping[str, str] = {},
+        data: str = MOCK_DATA,
+        flag: str = "--resihp",
     ) -> Findings:
-        asked = parser.parse_args([*launch.split(), "train.py", *f"{LLAMA} {data} {words} --resihp".split()])
+        asked = parser.parse_args([*launch.split(), "train.py", *f"{LLAMA} {data} {words} {flag}".split()])
         options, uncounted = command._asked(asked)
         return command.look(options, Path("train.py"), asked.memory_gib, environment, uncounted)
 
@@ -71,6 +75,11 @@ def test_masks_that_are_others_than_megatrons(look: Look, more: str) -> None:
     found = look(f"--hidden-dropout 0.1 {more}")
     assert found.let_in
     assert any("--resihp-megatron-random-streams" in note for note in found.notes) == (not more)
+
+
+def test_masks_are_none_of_a_job_without_the_plugin(look: Look) -> None:
+    found = look("--hidden-dropout 0.1", flag="")
+    assert not any("masks" in note for note in found.notes)
 
 
 def test_every_refusal_at_once(look: Look) -> None:
@@ -111,6 +120,136 @@ def test_flags_that_the_script_is_known_not_to_have(look: Look) -> None:
     ]
     assert {each["reason"].partition(": ")[2] for each in refusals} == {"neither Megatron nor the script has this flag"}
     assert found.unknown == ()
+
+
+COMPLETE = "parse_and_validate_args(args_defaults={})\n"
+
+
+def test_words_that_no_flag_takes(look: Look) -> None:
+    """A shell has divided a value that has spaces, and Megatron's parser ends the job on what is left over."""
+    schedule = "--train-samples 100000 --step-batch-size-schedule 0:16 2.4B:320 4.8B:624 --seed 3"
+    Path("train.py").write_text(f"{COMPLETE}parser.add_argument('--own')")
+    refusals = look(f"extra --own 4 {schedule} --sequence-parallel words", data=f"first {MOCK_DATA}").refusals
+    lines = [line for line in refusals if "no flag takes" in line]
+    assert lines == [
+        "first: no flag takes this word; quote the value of --load, or leave it out",
+        "extra: no flag takes this word; quote the value of --vocab-size, or leave it out",
+        "2.4B:320 4.8B:624: no flag takes these words; quote the value of --step-batch-size-schedule, or leave them "
+        "out",
+        "words: no flag takes this word; quote the value of --sequence-parallel, or leave it out",
+    ]
+
+
+def test_words_that_only_the_script_may_know(look: Look) -> None:
+    found = look("--sequence-parallel words --of-the-script 4 --no-such-flag 5")
+    assert found.let_in
+    (note,) = [note for note in found.notes if "no flag takes" in note]
+    assert note.startswith("unless the script makes up for it: words: no flag takes this word; ")
+
+
+def test_a_flag_of_ours_that_is_misspelled(look: Look) -> None:
+    assert "--resihpp (do you mean --resihp?)" in look("--resihpp").unknown
+    Path("train.py").write_text(COMPLETE)
+    line = (
+        "--resihp-spred-replicas: neither Megatron nor the script has this flag; do you mean --resihp-spread-replicas?"
+    )
+    assert line in look("--resihp-spred-replicas").refusals
+
+
+def test_options_of_the_commands_behind_the_script(look: Look) -> None:
+    words = "--max-restarts 3 --memory-gib 80"
+    assert look(words).unknown == (
+        "--max-restarts (an option of resihp launch: put it before the script)",
+        "--memory-gib (an option of resihp check: put it before the script)",
+    )
+    Path("train.py").write_text(COMPLETE)
+    assert look(words).refusals == (
+        "--max-restarts is an option of resihp launch; put it before the script",
+        "--memory-gib is an option of resihp check; put it before the script",
+    )
+
+
+@pytest.mark.parametrize(
+    ("left_out", "line"),
+    [
+        ("--lr 1e-4", "--lr is missing, "),
+        ("--train-iters 1000", "--train-iters is missing, and so is --train-samples; "),
+        ("--tokenizer-type NullTokenizer", "--tokenizer-type is missing, "),
+    ],
+)
+def test_flags_that_training_needs(look: Look, monkeypatch: pytest.MonkeyPatch, left_out: str, line: str) -> None:
+    """Megatron's parser lets a job pass without them, and each worker ends with an error of Python's."""
+    monkeypatch.setitem(globals(), "LLAMA", LLAMA.replace(left_out, ""))
+    data = MOCK_DATA.replace(left_out, "")
+    found = look(data=data)
+    assert found.let_in and [line in note for note in found.notes if "make" in note] == [True]
+    Path("train.py").write_text(COMPLETE)
+    (refusal,) = look(data=data).refusals
+    assert refusal.startswith(line)
+    given = {"lr": 1e-4, "train_samples": 1000, "tokenizer_type": "NullTokenizer"}
+    Path("train.py").write_text(f"parse_and_validate_args(args_defaults={given})\n")
+    assert "is missing" not in str(look(data=data).refusals)
+
+
+def test_a_flag_that_can_not_be_read_is_not_called_missing(look: Look) -> None:
+    Path("train.py").write_text(COMPLETE)
+    (refusal,) = look("--lr much").refusals
+    assert refusal.startswith("--lr: ")
+
+
+def test_a_sequence_that_the_members_of_a_stage_can_not_share(look: Look) -> None:
+    (refusal,) = look("--seq-length 1023").refusals
+    assert refusal == (
+        "--seq-length 1023 is not a multiple of TP = 2, as --sequence-parallel needs; give a multiple, or leave that "
+        "flag out"
+    )
+    assert look("--seq-length 1023 --tensor-model-parallel-size 1").let_in, "Megatron leaves the flag out then"
+
+
+def test_files_of_a_tokenizer_that_are_not_here(look: Look) -> None:
+    kinds = "--mock-data --tokenizer-type"
+    lacking = look(data=f"{kinds} GPTSentencePieceTokenizer --tokenizer-model far/away --vocab-file /far/vocab.json")
+    assert lacking.let_in
+    assert [note.partition(" does not")[0] for note in lacking.notes if "not seen" in note] == [
+        "not seen from here: --tokenizer-model far/away",
+        "not seen from here: --vocab-file /far/vocab.json",
+    ]
+    on_hub = look(data=f"{kinds} HuggingFaceTokenizer --tokenizer-model meta-llama/Llama-3.1-8B")
+    assert not any("not seen" in note for note in on_hub.notes)
+    (note,) = [n for n in look(data=f"{kinds} HuggingFaceTokenizer --tokenizer-model /far/away").notes if "seen" in n]
+    assert note.startswith("not seen from here: --tokenizer-model /far/away does not exist")
+
+
+def test_a_checkpoint_that_has_to_be_there_and_is_not(look: Look) -> None:
+    (note,) = [note for note in look("--exit-on-missing-checkpoint").notes if "not seen" in note]
+    assert note.startswith("not seen from here: --load out has no checkpoint, ")
+    Path("out").mkdir()
+    Path("out/latest_checkpointed_iteration.txt").write_text("1000")
+    assert not any("not seen" in note for note in look("--exit-on-missing-checkpoint").notes)
+
+
+@pytest.mark.parametrize(
+    ("installed", "words", "said"),
+    [
+        ({"transformer_engine"}, "", True),
+        ({"transformer_engine"}, "--no-gradient-accumulation-fusion", False),
+        ({"transformer_engine", "fused_weight_gradient_mlp_cuda"}, "", False),
+        (set(), "", False),
+    ],
+)
+def test_the_kernel_that_the_installation_for_gpus_does_not_bring(
+    look: Look, monkeypatch: pytest.MonkeyPatch, installed: set[str], words: str, said: bool
+) -> None:
+    """A login node may lack it where the job's nodes don't: it keeps no job out."""
+    monkeypatch.setattr(elsewhere, "_is_installed", installed.__contains__)
+    found = look(words)
+    assert found.let_in and any("--no-gradient-accumulation-fusion" in note for note in found.notes) == said
+    assert not any("Apex" in note for note in look(words, launch="--stand-in --nproc-per-node 8").notes)
+
+
+def test_one_worker_is_not_many(look: Look) -> None:
+    alone = look("--tensor-model-parallel-size 1", launch="--nproc-per-node 1")
+    assert next(alone.lines()) == "train.py, 1 worker (--nnodes 1 --nproc-per-node 1)"
 
 
 def test_former_flags_are_none_of_megatrons() -> None:
@@ -229,7 +368,7 @@ def test_a_job_without_a_first_plan_is_refused(look: Look, monkeypatch: pytest.M
     assert not any("micro-batches" in note for note in found.notes)
 
 
-@pytest.mark.parametrize("sizes", ["--tensor-model-parallel-size 3", "--global-batch-size 127"])
+@pytest.mark.parametrize("sizes", ["--tensor-model-parallel-size 3 --seq-length 8190", "--global-batch-size 127"])
 def test_sizes_that_do_not_fit_hide_nothing(look: Look, sizes: str) -> None:
     """Neither what Megatron asserts nor what we do, and nothing is said of sizes that nobody gave."""
     _, *others = look(f"{sizes} --num-attention-heads 12 --kv-channels 128 --num-query-groups 5").refusals
@@ -248,15 +387,15 @@ def test_the_environment_of_a_launch_script(look: Look) -> None:
 
 def test_an_overlap_that_is_not_always_there(look: Look) -> None:
     (line,) = look().without_overlap
-    assert line.startswith("--overlap-grad-reduce: while replicas differ")
+    assert line.startswith("--overlap-grad-reduce: while replicas differ in shape, gradients of parameters")
 
 
 def test_overlaps_of_gathering_and_of_experts(look: Look) -> None:
     gathering = "--overlap-param-gather --overlap-param-gather-with-optimizer-step"
     _, *lines = look(f"{gathering} --overlap-moe-expert-parallel-comm").without_overlap
     assert lines == [
-        "--overlap-param-gather: while replicas differ, no parameters are gathered",
-        "--overlap-param-gather-with-optimizer-step: while replicas differ, no parameters are gathered",
+        "--overlap-param-gather: while replicas differ in shape, no parameters are gathered",
+        "--overlap-param-gather-with-optimizer-step: while replicas differ in shape, no parameters are gathered",
         "--overlap-moe-expert-parallel-comm: while each worker has all experts, there is nothing to overlap",
     ]
 
