@@ -44,7 +44,8 @@ def recorded(sharers: int, layers: int) -> list[float]:
 
 
 def _sums(entry: MetricEntry, sharers: int, layers: int) -> list[float]:
-    values = entry.values / (1 if entry.avg_group is None else sharers)
+    # Parts of a sum come with the group that adds them up. Means come with another one, or with none (Megatron 0.18).
+    values = entry.values / (sharers if entry.reduce_group is None else 1)
     return values.tolist() if layers else [float(values.sum())]
 
 
