@@ -28,6 +28,7 @@ class EpochStarted(Event):
         "where the n experts of a layer are dealt to those that share them in unequal numbers",
     ]
     digest: Annotated[str | None, "digest of the plan, the same on all members"] = None
+    copies_experts: Annotated[bool | None, "members keep copies of experts that only one worker holds"] = None
 
 
 @event("epoch_broken", written_by="coordinator")

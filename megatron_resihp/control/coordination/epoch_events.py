@@ -63,9 +63,9 @@ def job_described(worker: int, job: JobDescription) -> Job:
     )
 
 
-def epoch_started(epoch: int, plan: ParallelPlan) -> EpochStarted:
-    """The plan of an epoch is in force."""
-    return EpochStarted(epoch=epoch, plan=plan.to_dict(), digest=plan.digest)
+def epoch_started(epoch: int, plan: ParallelPlan, copies_experts: bool) -> EpochStarted:
+    """The plan of an epoch is in force. `copies_experts`: its members keep the copies of experts that it asks for."""
+    return EpochStarted(epoch=epoch, plan=plan.to_dict(), digest=plan.digest, copies_experts=copies_experts)
 
 
 def agreed(epoch: int, commit: Commit, outcome: Outcome) -> Agreed:

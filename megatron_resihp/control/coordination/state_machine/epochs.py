@@ -42,7 +42,8 @@ class Epochs:
         state, change = self._state, self._state.changes.under_way
         ready = state.ready.values()
         ports = tuple(sorted({port for each in ready for port in each.ports}))
-        actions: list[Action] = [Go(state.epoch, ports), Log(epoch_started(state.epoch, plan))]
+        state.copies_kept = state.job.copies_experts and all(each.keeps_copies for each in ready)
+        actions: list[Action] = [Go(state.epoch, ports), Log(epoch_started(state.epoch, plan, state.copies_kept))]
         if change is not None and state.commit is not None:
             ahead = state.changes.made_ahead is not None
             actions.append(Log(reconfiguration(state.epoch, state.commit, ready, change, ahead, now)))
@@ -50,7 +51,6 @@ class Epochs:
             dead = state.dead.keys() - state.departures.left
             actions.append(Log(recovery(state.epoch, state.commit, ready, dead, state.broken_at, now)))
         state.phase, state.left_s, state.changes.under_way, state.running = Phase.RUNNING, None, None, plan
-        state.copies_kept = state.job.copies_experts and all(each.keeps_copies for each in ready)
         state.reports.accounts.settle()
         return actions + self._changes.after_go()
 

@@ -72,6 +72,23 @@ class TestLosses:
         plan = ParallelPlan((Replica(((0,), (2,)), (0,)), Replica(((1,), (3,)), (1,))))
         assert sorted(map(sorted, likely_losses(plan, STAGES, 4, 2))) == [[0], [1], [2], [3]]
 
+    @pytest.mark.parametrize("kept", [{"copies_experts": True}, {"distributed": True}])
+    def test_experts_that_one_worker_has_outlive_it_as_copies(self, kept: dict[str, bool]) -> None:
+        """Neighbours in the ring of copies are on different nodes, and a node is half of it."""
+        plan = replace(PLAN, expert_parallel=4)
+        assert not list(likely_losses(plan, OWN, 4, 2))
+        assert list(likely_losses(plan, OWN, 4, 2, **kept)) == [*ALONE, {0, 1}, {2, 3}]
+
+    @pytest.mark.parametrize("kept", [{"copies_experts": True}, {"distributed": True}])
+    def test_a_loss_of_experts_and_their_copies_is_not_planned_for(self, kept: dict[str, bool]) -> None:
+        """Of three workers, two are on one node. One of these has a copy of the other's experts."""
+        plan = ParallelPlan(tuple(Replica(((worker,),), (worker,)) for worker in range(3)), expert_parallel=3)
+        assert list(likely_losses(plan, OWN, 4, 2, **kept)) == [{0}, {1}, {2}]
+
+    def test_parts_of_an_optimizer_that_die_with_their_copies_are_not_planned_for(self) -> None:
+        """Neighbours are on one node, which has a part and its copy. All layers are left."""
+        assert list(likely_losses(PLAN, OWN, 4, 2, distributed=True)) == ALONE
+
 
 class TestWhen:
     def test_the_job_trains(self) -> None:
@@ -87,6 +104,12 @@ class TestWhen:
     @pytest.mark.parametrize("changed", [{"strategy": "uniform"}, {"strategy": None}])
     def test_not_for_uniform_plans(self, changed: dict[str, Any]) -> None:
         assert not asked(told(replace(JOB, **changed), STARTED, ITERATION, VERDICT))
+
+    @pytest.mark.parametrize("kept", [False, True])
+    def test_experts_of_one_worker_each_have_copies_in_this_epoch(self, kept: bool) -> None:
+        """A worker with too little memory keeps none, and then nobody does."""
+        shared = replace(STARTED, plan=replace(PLAN, expert_parallel=4).to_dict(), copies_experts=kept)
+        assert asked(told(JOB, shared, ITERATION))[:4] == (ALONE if kept else [])
 
     @pytest.mark.parametrize("kind", ["epoch_broken", "plan_change"])
     def test_not_while_another_plan_is_on_its_way(self, kind: str) -> None:

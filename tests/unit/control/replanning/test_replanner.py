@@ -196,7 +196,15 @@ def test_a_proposal_that_cant_be_written_is_told_nevertheless(desk: Desk, capsys
     assert "a proposal can't be written" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("shared", [{}, {"expert_parallel": 2, "experts": 4, "equal_rounds": "they run in turns"}])
+@pytest.mark.parametrize(
+    "shared",
+    [
+        {}, {"expert_parallel": 2, "experts": 4, "equal_rounds": "they run in turns"},
+        {"expert_parallel": 4, "experts": 4, "expert_copies": True},
+        {"expert_parallel": 4, "experts": 4, "distributed_optimizer": True},
+    ],
+    ids=["no experts", "experts of two each", "experts of one each, copied", "experts in parts of an optimizer"],
+)  # fmt: skip
 def test_a_coordinators_question_was_asked_ahead(desk: Desk, shared: dict[str, Any]) -> None:
     """From the job's first message to the death of one of its workers."""
     membership = Membership(JobSize(1, 4), next_plan=desk.replanner.next_plan)
