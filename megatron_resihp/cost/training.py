@@ -228,6 +228,14 @@ def why_equal_rounds(arguments: Mapping[str, Any]) -> str:
     return ""
 
 
+def why_powers_of_two(arguments: Mapping[str, Any]) -> str:
+    """Why numbers of replicas that share experts must be powers of two; empty: they needn't."""
+    if arguments.get("num_experts") and arguments.get("ddp_average_in_collective"):
+        # DistributedDataParallel wants the same of two ways to round 1 / replicas; only a power of two sees to that.
+        return "with --ddp-average-in-collective, Megatron refuses some numbers of replicas"
+    return ""
+
+
 def why_even_experts(arguments: Mapping[str, Any]) -> str:
     """Why replicas that share experts must have equal numbers of them; empty: they needn't."""
     if why_equal_rounds(arguments):
@@ -242,9 +250,7 @@ def why_even_experts(arguments: Mapping[str, Any]) -> str:
         return "no test covers it with context parallelism"
     if arguments.get("ddp_num_buckets"):
         return "with --ddp-num-buckets, what a worker holds says how its gradients are cut"
-    if arguments.get("ddp_average_in_collective"):
-        return "with --ddp-average-in-collective, Megatron refuses some numbers of replicas"
-    return ""
+    return why_powers_of_two(arguments)
 
 
 def _words(value: str | Sequence[str] | None) -> Sequence[str]:

@@ -39,6 +39,7 @@ class JobDescription:
             micro-batches must meet in them; empty: they needn't.
         equal_rounds: why replicas that share experts must have equally many micro-batches; empty: they needn't.
         even_experts: why replicas that share experts must have equal numbers of them; empty: they needn't.
+        powers_of_two: why numbers of replicas that share experts must be powers of two; empty: they needn't.
         experts: of a layer that has any; 0: none has.
         expert_members: see `ParallelPlan`.
         expert_copies: experts that are held once have a copy with another worker.
@@ -105,6 +106,7 @@ class JobDescription:
     keeps_experts: str = ""
     equal_rounds: str = ""
     even_experts: str = ""
+    powers_of_two: str = ""
     expert_parallel: Degree = 1
     experts: Natural = 0
     expert_members: Natural = 0

@@ -103,6 +103,8 @@ def even_sharings_of(job: JobDescription) -> tuple[Sharing, ...]:
     contexts = (context,) if job.keeps_context else context_degrees(context, job.seq_length, members)
     keeps = sharers == 1 or job.keeps_experts
     experts = (sharers,) if keeps else expert_degrees(sharers, job.experts // groups)
+    if job.powers_of_two:
+        experts = tuple(each for each in experts if each.bit_count() == 1)
     return sharings(contexts, experts, job.expert_members, keeps_ratio(job))
 
 

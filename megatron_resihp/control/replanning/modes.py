@@ -97,6 +97,8 @@ def _check_experts(plan: ParallelPlan, job: JobDescription) -> None:
         raise PlanError(f"{said}: with --use-tp-pp-dp-mapping, both become fewer in the same ratio")
     if job.keeps_experts and sharing != job.expert_parallel:
         raise PlanError(f"{job.expert_parallel} replicas must share experts, not {sharing}: {job.keeps_experts}")
+    if job.powers_of_two and sharing.bit_count() > 1:
+        raise PlanError(f"a power of two of replicas must share experts, not {sharing}: {job.powers_of_two}")
     if job.equal_rounds and any(len(each.micro_batches) < rounds_of(plan, n) for n, each in enumerate(plan.replicas)):
         said = "replicas that share experts must have equal numbers of micro-batches"
         raise PlanError(f"{said}: {job.equal_rounds}")

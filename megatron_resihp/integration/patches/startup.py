@@ -43,6 +43,7 @@ from megatron_resihp.cost.training import (
     why_own_context,
     why_own_degree,
     why_own_experts,
+    why_powers_of_two,
 )
 from megatron_resihp.detector.input.wire import pack
 from megatron_resihp.events.workers import WorkerStarted
@@ -194,6 +195,7 @@ def describe_job(job: Job) -> JobDescription:
         keeps_experts=why_own_experts(vars(args)),
         equal_rounds=why_equal_rounds(vars(args)),
         even_experts=why_even_experts(vars(args)),
+        powers_of_two=why_powers_of_two(vars(args)),
         emulated=config.resihp_emulate,
         train_iters=args.train_iters,
         ends_early=bool(args.exit_interval or job.minutes),

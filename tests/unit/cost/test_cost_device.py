@@ -152,7 +152,7 @@ def test_rounds_that_count_nothing_are_calls_of_their_own(arguments: dict[str, A
         ({"num_distributed_optimizer_instances": 2}, "--num-distributed-optimizer-instances"),
         ({"context_parallel_size": 2}, "context parallelism"),
         ({"ddp_num_buckets": 5, "overlap_grad_reduce": True}, "how its gradients are cut"),
-        ({"ddp_average_in_collective": True}, "--ddp-average-in-collective"),
+        ({"num_experts": 8, "ddp_average_in_collective": True}, "--ddp-average-in-collective"),
     ],
 )
 def test_where_experts_are_dealt_in_equal_numbers_only(arguments: dict[str, Any], why: str) -> None:

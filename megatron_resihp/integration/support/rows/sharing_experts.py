@@ -11,11 +11,16 @@ _ALONE = "no test covers it where replicas share experts"
 _DOCUMENTS = "a worker waits in each layer for those with longer documents, which the detector doesn't know"
 
 
-def _nests(values: Mapping[str, Any]) -> bool:
-    """Whether of the replicas that share sequences and those that share experts, one number divides the other."""
+def _sharers(values: Mapping[str, Any]) -> int:
+    """How many replicas share experts."""
     degree = values["tensor_model_parallel_size"]
     members = values["expert_tensor_parallel_size"] or degree
-    experts, context = values["expert_model_parallel_size"] * members // degree, values["context_parallel_size"]
+    return int(values["expert_model_parallel_size"] * members // degree)
+
+
+def _nests(values: Mapping[str, Any]) -> bool:
+    """Whether of the replicas that share sequences and those that share experts, one number divides the other."""
+    experts, context = _sharers(values), values["context_parallel_size"]
     return bool(max(experts, context) % max(min(experts, context), 1) == 0)
 
 
@@ -29,6 +34,13 @@ _CLASHES = (
         "overlap_param_gather_with_optimizer_step",
         lambda values: values["overlap_param_gather_with_optimizer_step"],
         _ALONE,
+    ),
+    Clash(
+        "ddp_average_in_collective",
+        lambda values: (
+            values["ddp_average_in_collective"] and values["num_experts"] and _sharers(values).bit_count() > 1
+        ),
+        "Megatron refuses some numbers of replicas where those that share experts are no power of two",
     ),
     Clash("reset_position_ids", lambda values: values["reset_position_ids"], _DOCUMENTS),
     Clash(

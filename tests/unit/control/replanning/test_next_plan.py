@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -486,6 +487,7 @@ class TestUnequalNumbersOfExperts:
             ({}, [4, 2, 1, 3]), ({"even_experts": "no test has it"}, [4, 2, 1]), ({"context_parallel": 2}, [4, 2, 1]),
             ({"tensor_parallel": 2, "expert_members": 1}, [4, 2, 1]), ({"keeps_experts": "of what they get"}, [4]),
             ({"pipeline_parallel": 2, "pipeline_last": False}, [4]),
+            ({"experts": 12, "even_experts": "some fail", "powers_of_two": "some fail"}, [4, 2, 1]),
         ],
     )  # fmt: skip
     def test_where_they_may_be_dealt_so(self, told: dict[str, Any], degrees: list[int]) -> None:
@@ -540,3 +542,31 @@ class TestUnequalNumbersOfExperts:
 
 def model_and_training() -> tuple[Model, Training]:
     return model_from_arguments(ARGUMENTS), training_from_arguments(ARGUMENTS)
+
+
+class TestGradientsThatCollectivesAverage:
+    """With --ddp-average-in-collective, Megatron refuses to start under some plans."""
+
+    OWN: ClassVar = even_chunks(4, 1)
+    SHARED: ClassVar = replace(
+        JOB, chunks=OWN, pipeline_parallel=1, micro_batches=160, expert_parallel=8, experts=40,
+        even_experts="some fail", powers_of_two="some fail",
+    )  # fmt: skip
+
+    def test_megatron_takes_every_plan(self) -> None:
+        """Its DistributedDataParallel has this assertion of two groups' sizes. Of 80 replicas, 55 that are left would
+        else share 40 experts by five."""
+        shape = shape_of(self.SHARED, workers_per_node=4)
+        for living in range(1, 81):
+            sharing, replicas = shape.sharing(living)
+            with_same_experts = replicas // sharing.experts
+            assert with_same_experts / replicas / with_same_experts == 1.0 / replicas, (sharing, replicas)
+
+    @pytest.mark.parametrize(("sharers", "taken"), [(8, True), (5, False), (4, True), (3, False), (1, True)])
+    def test_what_users_ask_for(self, sharers: int, taken: bool) -> None:
+        hands = (tuple(range(worker, 160, 120)) for worker in range(120))
+        replicas = tuple(Replica(((worker,),), hand) for worker, hand in enumerate(hands))
+        plan = ParallelPlan(replicas, expert_parallel=sharers)
+        refused = pytest.raises(PlanError, match=f"a power of two of replicas must share experts, not {sharers}: some")
+        with nullcontext() if taken else refused:
+            mode_of(plan).check_ops(plan, self.OWN, self.SHARED)

@@ -457,7 +457,7 @@ IN_FP32 = [word for word in " ".join(COMMON).replace("--save out ", "").split() 
             "--expert-tensor-parallel-size 1 --tensor-model-parallel-size 2 --sequence-parallel", marks=SINCE_019
         ),
         "--num-distributed-optimizer-instances 2 --use-distributed-optimizer",
-        "--bf16 --fp8-format e4m3 --fp8-recipe blockwise",
+        "--bf16 --fp8-format e4m3 --fp8-recipe blockwise", "--ddp-average-in-collective",
     ],
 )  # fmt: skip
 def test_experts_may_be_shared(check: Check, command: str) -> None:
@@ -473,6 +473,7 @@ def test_experts_may_be_shared(check: Check, command: str) -> None:
         "--resihp-spread-replicas", "--resihp-strategy recycle",
         "--context-parallel-size 2 --num-experts 12 --expert-model-parallel-size 3",
         "--context-parallel-size 4 --num-experts 12 --expert-model-parallel-size 6",
+        "--ddp-average-in-collective --num-experts 12 --expert-model-parallel-size 3",
     ],
 )  # fmt: skip
 def test_what_no_test_holds_where_experts_are_shared(
