@@ -38,6 +38,11 @@ class Speeds:
         """The slow links between these workers."""
         return {pair: speed for pair, speed in self._links.items() if set(pair) <= set(workers)}
 
+    def slow(self, workers: Collection[int]) -> dict[tuple[int, ...], float]:
+        """The slow ones of these workers, and the slow links between them, by their one or two ids."""
+        links: Mapping[Any, float] = self.links(workers)
+        return {**{(worker,): speed for worker, speed in self.of(workers).items() if speed < 1.0}, **links}
+
     def in_words(self, workers: Collection[int]) -> str:
         """Which of these workers are slow, and which links between them."""
         slow = [f"worker {worker} at {speed:.2f}" for worker, speed in sorted(self.of(workers).items()) if speed < 1.0]

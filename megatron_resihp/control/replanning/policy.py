@@ -3,18 +3,20 @@
 
 Slowness may pass, and a change costs a stand-still, so waiting and changing are weighed as in ski rental: a change is
 made once the time that it would have saved so far is as much as it costs. No order of events can then cost more than
-twice what knowing the future would have saved. Besides, what is left of the job has to be long enough to pay for it.
+twice what knowing the future would have saved. Where slowness comes and goes that is dearer than to do nothing, so
+changes in vain are remembered (`patience`). Besides, what is left of the job has to be long enough to pay for it.
 
 May import `config`, `events`, `plan`, `protocol` and this package's other pure modules.
 """
 
-from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Final, Self
 
 from megatron_resihp.config import UNIFORM
 from megatron_resihp.control.replanning.health import Speeds
+from megatron_resihp.control.replanning.patience import Cause, Patience, Shift
+from megatron_resihp.control.replanning.progress import Lost, Training
 from megatron_resihp.control.replanning.trial import Outcome, Trial
 from megatron_resihp.events.detection import Verdict
 from megatron_resihp.events.epochs import EpochStarted, Reconfiguration, Recovery
@@ -31,10 +33,6 @@ LEAST_GAIN: Final = 0.01
 _OVERTAKEN: Final = "the plan that the recovery did not wait for"
 WORSE: Final = 0.05
 """Iterations that are longer by this share after a change say that it has not paid."""
-LATEST: Final = 10
-"""Iterations that tell how long one takes."""
-LONGEST: Final = 3.0
-"""What is longer than so many of these was not all training."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +97,8 @@ class _Candidate:
     moving_s: float
     sending_s: float
     iteration_s: float
+    speeds: Mapping[Cause, float]
+    """That it is for; who is not here is healthy."""
     why: str | None = None
     """If not for speeds."""
 
@@ -115,67 +115,21 @@ class _Candidate:
         return self.moving_s if stand_still_s is None else max(stand_still_s, self.sending_s)
 
 
-@dataclass
-class _Training:
-    """How far training is.
+@dataclass(frozen=True)
+class _Offer:
+    """What was recommended.
 
     Attributes:
-        iteration: the last one.
-        train_iters: the last one that there will be.
-        stand_still_s: how long the last recovery or change held up training.
-        changed_at: when a change was last made or refused.
+        why: as told.
+        candidate: the plan.
+        shift: of speeds, that it is for; None: it is not for speeds.
+        saves_s: in each iteration, by estimate.
     """
 
-    iteration: int = 0
-    _latest_s: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST))
-    train_iters: int | None = None
-    stand_still_s: float | None = None
-    changed_at: float | None = None
-
-    @property
-    def iteration_s(self) -> float | None:
-        """How long an iteration takes."""
-        return median(self._latest_s) if self._latest_s else None
-
-    def took(self, seconds: float) -> float:
-        """An iteration has taken so long; returns how much of that may be training. The rest is an evaluation, a save
-        or a stall, which no other plan would have made shorter."""
-        self._latest_s.append(seconds)
-        return min(seconds, LONGEST * median(self._latest_s))
-
-
-@dataclass
-class _Lost:
-    """Time that a better plan would have saved.
-
-    Attributes:
-        seconds: so far.
-        since: first iteration that was slow and has not been counted yet.
-        counted: the last iteration that has.
-    """
-
-    seconds: float = 0.0
-    since: int | None = None
-    counted: int = 0
-
-    def slow_since(self, iteration: int) -> None:
-        self.since = iteration if self.since is None else min(self.since, iteration)
-
-    def count_until_now(self, training: _Training, gain: float) -> None:
-        """Now that the gain is known, count the iterations since the first slow one."""
-        if self.since is not None and training.iteration_s is not None:
-            uncounted = training.iteration - max(self.since - 1, self.counted)
-            self.seconds += max(uncounted, 0) * training.iteration_s * gain
-            self.counted = training.iteration
-        self.since = None
-
-    def count_one(self, iteration: int, seconds: float, gain: float) -> None:
-        self.seconds += seconds * gain
-        self.counted = iteration
-
-    def forget(self) -> None:
-        """Another plan is in force, by which nothing is lost yet."""
-        self.seconds, self.since = 0.0, None
+    why: str
+    candidate: _Candidate
+    shift: Shift | None = None
+    saves_s: float = 0.0
 
 
 @dataclass
@@ -183,7 +137,8 @@ class _Recommended:
     """What was recommended, and what became of it.
 
     Attributes:
-        last: why, and the plan.
+        last: the last offer.
+        under_way: the one that a change is being made for.
         tried: number of the change to a plan that was recommended, and the plan.
         failed: plans whose first step has failed.
         refused: plans that can't be taken, as long as the plan in force and the speeds are the same.
@@ -191,7 +146,8 @@ class _Recommended:
         said: why a change was recommended that may turn out not to pay.
     """
 
-    last: tuple[str, ParallelPlan] | None = None
+    last: _Offer | None = None
+    under_way: _Offer | None = None
     tried: tuple[int | None, ParallelPlan] | None = None
     failed: list[ParallelPlan] = field(default_factory=list)
     refused: list[ParallelPlan] = field(default_factory=list)
@@ -200,15 +156,16 @@ class _Recommended:
 
     def begun(self, change: PlanChange, plan: ParallelPlan | None) -> None:
         """A change begins. `plan`: in force."""
-        if self.last is not None and change.why == self.last[0]:
-            self.tried = change.number, self.last[1]
+        self.under_way = self.last if self.last is not None and change.why == self.last.why else None
+        if self.under_way is not None:
+            self.tried = change.number, self.under_way.candidate.plan
         self.before = plan if change.why == self.said else None
 
     def refuse(self, why: str) -> bool:
         """A change is refused. False: that is not what was recommended, but asked for by others."""
-        if self.last is None or why != self.last[0]:
+        if self.last is None or why != self.last.why:
             return False
-        self.refused.append(self.last[1])
+        self.refused.append(self.last.candidate.plan)
         return True
 
     def first_step_failed(self, number: int | None) -> None:
@@ -230,7 +187,11 @@ class Policy:
         self._between_s = settings.seconds_between_changes
         self._speeds = speeds
         self._plan: ParallelPlan | None = None
+        self._settled: Mapping[Cause, float] = {}
+        """The speeds that it was made for."""
         self._asked = 0
+        self._asked_with: Mapping[Cause, float] = {}
+        """The speeds at the last question to the planner."""
         self._candidate: _Candidate | None = None
         self._heard = False
         """Whether there was a verdict that no recommendation was made for yet."""
@@ -241,10 +202,11 @@ class Policy:
         """Whether a recovery went on without the strategy's plan, because that took too long."""
         self._tried_late = False
         """Whether the last change was to such a plan, and has not been judged yet."""
-        self._training = _Training()
-        self._lost = _Lost()
+        self._training = Training()
+        self._lost = Lost()
         self._recommended = _Recommended()
         self._trial = Trial()
+        self._patience = Patience()
 
     def note(self, event: Event, now: float) -> list[Action]:
         """Something happened in the run."""
@@ -257,6 +219,8 @@ class Policy:
                 self._training.train_iters = event.train_iters
             case EpochStarted():
                 self._plan = ParallelPlan.from_dict(event.plan)
+                self._settled = self._slow()
+                self._patience.keep(self._plan.members)
                 self._drop()
                 self._beginning = self._settings.begins_with_a_plan and event.epoch == 0
                 return self._ask() if self._beginning else []
@@ -269,16 +233,18 @@ class Policy:
             case PlanFailed():
                 self._recommended.first_step_failed(event.number)
             case Recovery():
-                self._recommended.before = None
+                self._recommended.before = self._recommended.under_way = None
+                self._patience.forget_changes()
                 if event.resumed_at is not None and event.broken_at is not None:
                     self._training.stand_still_s = event.resumed_at - event.broken_at
                 # Uniform plans are not the best that survivors can do. A policy that only observes need not know how
                 # much better others are.
-                wanted = self._overtaken or self._settings.act != OBSERVE or self._somebody_is_slow()
+                wanted = self._overtaken or self._settings.act != OBSERVE or bool(self._slow())
                 return self._ask() if wanted else []
             case Reconfiguration():
                 self._overtaken, self._tried_late = False, self._overtaken
                 self._training.stand_still_s, self._training.changed_at = event.stood_still_s, now
+                self._changed(event.stood_still_s, now)
                 # What was found for a verdict that came on the way was a change of the plan before.
                 return self._ask() if self._heard else []
             case ChangeRefused() if self._recommended.refuse(event.why):
@@ -291,6 +257,7 @@ class Policy:
                 if event.relapses:
                     self._between_s *= 2
                 self._lost.slow_since(event.since)
+                self._patience.heard(tuple(sorted(event.workers)), event.since, slow=event.change != "recovery")
                 return self._ask()
             case Iteration():
                 return self._iterated(event, now)
@@ -304,20 +271,26 @@ class Policy:
         if isinstance(answer, NoPlan):
             # Where the strategy has none, none is late: what is found later is a change by choice.
             self._overtaken = self._overtaken and answer.unanswered
+            if not answer.unanswered:
+                self._none_is_better()
             return []
         if not answer.current_s:
             return []
         gain = 1.0 - answer.iteration_s / answer.current_s
+        candidate = _Candidate(
+            answer.plan, gain, answer.moving_s, answer.sending_s, answer.iteration_s, self._asked_with
+        )
         if answer.plan in (*self._recommended.failed, *self._recommended.refused):
             gain = 0.0
         if beginning and gain >= LEAST_GAIN:
             why = f"the planner's own layout: {_shorter(gain)}"
-            self._recommended.last = why, answer.plan
+            self._recommended.last = _Offer(why, candidate)
             return [Recommend(ACT, answer.plan, why, gain, 0.0, answer.moving_s, answer.iteration_s)]
         if gain < LEAST_GAIN:
-            self._lost.since, self._overtaken = None, False
+            self._none_is_better()
+            self._overtaken = False
             return []
-        self._candidate = _Candidate(answer.plan, gain, answer.moving_s, answer.sending_s, answer.iteration_s)
+        self._candidate = candidate
         self._lost.count_until_now(self._training, gain)
         return self._decide(now)
 
@@ -330,19 +303,32 @@ class Policy:
         gain = 1.0 - outcome.before_s / outcome.after_s
         why = f"change {outcome.number} has not paid: iterations {outcome.before_s:.3g} s → {outcome.after_s:.3g} s"
         # What has moved moves back.
-        self._candidate = _Candidate(before, gain, moving_s=0.0, sending_s=0.0, iteration_s=outcome.before_s, why=why)
+        self._candidate = _Candidate(before, gain, 0.0, 0.0, outcome.before_s, self._slow(), why)
         return [outcome, *self._decide(now)]
 
     def _ask(self) -> list[Action]:
         if self._plan is None:
             return []
         self._asked += 1
-        self._candidate = None
+        self._candidate, self._asked_with = None, self._slow()
         return [AskPlanner(self._asked, self._plan)]
 
-    def _somebody_is_slow(self) -> bool:
-        members = () if self._plan is None else self._plan.members
-        return min(self._speeds.of(members).values(), default=1.0) < 1.0 or bool(self._speeds.links(members))
+    def _slow(self) -> Mapping[Cause, float]:
+        return self._speeds.slow(() if self._plan is None else self._plan.members)
+
+    def _none_is_better(self) -> None:
+        """The plan in force is as good as any for the speeds that were asked with."""
+        self._settled = self._asked_with
+        self._lost.none_is_better()
+
+    def _changed(self, stood_still_s: float, now: float) -> None:
+        """A change was made, for what was recommended or otherwise."""
+        offer, self._recommended.under_way = self._recommended.under_way, None
+        if offer is None or offer.shift is None:
+            self._patience.forget_changes()
+            return
+        self._settled, self._lost.saved_s = offer.candidate.speeds, offer.saves_s
+        self._patience.changed(offer.shift, offer.saves_s, stood_still_s, self._training.iteration, now)
 
     def _drop(self) -> None:
         """Another plan is in force: what was found for the one before is of no use, and nothing is lost by this one."""
@@ -357,6 +343,8 @@ class Policy:
             trained_s = self._training.took(event.duration_s)
             if self._candidate is not None:
                 self._lost.count_one(event.iteration, trained_s, self._candidate.gain)
+            else:
+                self._lost.pass_one(trained_s)
         return self._decide(now)
 
     def _decide(self, now: float) -> list[Action]:
@@ -368,7 +356,9 @@ class Policy:
         cost_s = candidate.cost_s(training.stand_still_s)
         to_save_s = (training.train_iters - training.iteration) * training.iteration_s * candidate.gain
         too_soon = training.changed_at is not None and now - training.changed_at < self._between_s
-        if too_soon or lost_s < cost_s or to_save_s < cost_s:
+        shift = None if candidate.why is not None else Shift.between(self._settled, candidate.speeds)
+        to_lose_s = cost_s if shift is None else self._patience.to_lose_s(shift, cost_s, now)
+        if too_soon or lost_s < to_lose_s or to_save_s < cost_s:
             return []
         because = _OVERTAKEN if self._overtaken else self._speeds.in_words(self._plan.members)
         why = candidate.why or f"{because}: {_shorter(candidate.gain)}"
@@ -381,7 +371,7 @@ class Policy:
             self._recommended.said, self._between_s = None, 2 * self._between_s
         found = Recommend(act, candidate.plan, why, candidate.gain, lost_s, cost_s, candidate.iteration_s)
         self._candidate, self._heard = None, False  # said once
-        self._recommended.last = why, candidate.plan
+        self._recommended.last = _Offer(why, candidate, shift, training.iteration_s * candidate.gain)
         return [found]
 
 
