@@ -16,7 +16,7 @@ from typing import Final, Self
 from megatron_resihp.config import UNIFORM
 from megatron_resihp.control.replanning.health import Speeds
 from megatron_resihp.control.replanning.patience import Cause, Patience, Shift
-from megatron_resihp.control.replanning.progress import Lost, Training
+from megatron_resihp.control.replanning.progress import Lost, Pause, Training
 from megatron_resihp.control.replanning.trial import Outcome, Trial
 from megatron_resihp.events.detection import Verdict
 from megatron_resihp.events.epochs import EpochStarted, Reconfiguration, Recovery
@@ -207,6 +207,7 @@ class Policy:
         self._recommended = _Recommended()
         self._trial = Trial()
         self._patience = Patience()
+        self._pause = Pause()
 
     def note(self, event: Event, now: float) -> list[Action]:
         """Something happened in the run."""
@@ -268,11 +269,15 @@ class Policy:
         if number != self._asked:
             return []
         beginning, self._beginning = self._beginning, False
+        if isinstance(answer, NoPlan) and answer.unanswered:
+            if not beginning:
+                self._pause.begin(now)
+            return []
+        self._pause = Pause()
         if isinstance(answer, NoPlan):
             # Where the strategy has none, none is late: what is found later is a change by choice.
-            self._overtaken = self._overtaken and answer.unanswered
-            if not answer.unanswered:
-                self._none_is_better()
+            self._overtaken = False
+            self._none_is_better()
             return []
         if not answer.current_s:
             return []
@@ -310,6 +315,7 @@ class Policy:
         if self._plan is None:
             return []
         self._asked += 1
+        self._pause.until = None
         self._candidate, self._asked_with = None, self._slow()
         return [AskPlanner(self._asked, self._plan)]
 
@@ -333,6 +339,7 @@ class Policy:
     def _drop(self) -> None:
         """Another plan is in force: what was found for the one before is of no use, and nothing is lost by this one."""
         self._asked += 1
+        self._pause.until = None
         self._candidate, self._changing = None, False
         self._recommended.refused.clear()
         self._lost.forget()
@@ -345,7 +352,7 @@ class Policy:
                 self._lost.count_one(event.iteration, trained_s, self._candidate.gain)
             else:
                 self._lost.pass_one(trained_s)
-        return self._decide(now)
+        return self._ask() if self._pause.is_over(now) else self._decide(now)
 
     def _decide(self, now: float) -> list[Action]:
         candidate, training, lost_s = self._candidate, self._training, self._lost.seconds

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far training is, and what a better plan would have saved so far. Imports the standard library only."""
+"""How far training is, what a better plan would have saved so far, and when to ask for one again.
+
+Imports the standard library only.
+"""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -10,6 +13,10 @@ LATEST: Final = 10
 """Iterations that tell how long one takes."""
 LONGEST: Final = 3.0
 """What is longer than so many of these was not all training."""
+FIRST_PAUSE_S: Final = 60.0
+"""Whatever has ended a planner, such as a lack of memory while a checkpoint is written, may be over by then."""
+LONGEST_PAUSE_S: Final = 3600.0
+"""A planner that never answers takes a core for ten minutes each time."""
 
 
 @dataclass
@@ -96,3 +103,19 @@ class Lost:
         """Another plan is in force, by which nothing is lost yet."""
         self.saved_s = None
         self.seconds, self.since, self.shrinks = 0.0, None, False
+
+
+@dataclass
+class Pause:
+    """Before a question is put again that has found no answer; twice as long each time in succession."""
+
+    seconds: float = FIRST_PAUSE_S
+    until: float | None = None
+
+    def begin(self, now: float) -> None:
+        """There was no answer."""
+        self.until, self.seconds = now + self.seconds, min(2 * self.seconds, LONGEST_PAUSE_S)
+
+    def is_over(self, now: float) -> bool:
+        """Whether to ask again."""
+        return self.until is not None and now >= self.until

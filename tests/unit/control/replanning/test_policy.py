@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -314,6 +315,49 @@ def test_who_only_looks_on_need_not_plan_after_each_recovery() -> None:
 def test_no_plan_is_no_change(answer: PlannerAnswer) -> None:
     run = Run()
     assert not run.policy.answered(run.verdict().number, answer, run.now) and not run.train(100)
+
+
+UNANSWERED = NoPlan("no plan within 600 s", unanswered=True)
+
+
+def test_a_question_that_found_no_answer_is_put_again() -> None:
+    """The planner was killed for want of memory, say. What was lost meanwhile counts."""
+    run = Run()
+    assert not run.policy.answered(run.verdict().number, UNANSWERED, run.now)
+    assert not run.train(29), "58 seconds"
+    [again] = run.train(1)
+    assert isinstance(again, AskPlanner)
+    [found] = run.answer(again)
+    assert isinstance(found, Recommend) and found.lost_s == pytest.approx(15.0)
+
+
+def test_it_is_put_less_and_less_often() -> None:
+    run = Run(train_iters=100_000)
+    run.policy.answered(run.verdict().number, UNANSWERED, run.now)
+    asked = []
+    for _ in range(10_000):
+        for action in run.train(1):
+            assert isinstance(action, AskPlanner)
+            asked.append(run.now)
+            run.policy.answered(action.number, UNANSWERED, run.now)
+    pauses = [after - before for before, after in pairwise(asked)]
+    assert pauses == [120.0, 240.0, 480.0, 960.0, 1920.0, 3600.0, 3600.0, 3600.0, 3600.0]
+
+
+def test_after_an_answer_pauses_are_short_again() -> None:
+    run = Run()
+    for _ in range(3):
+        run.policy.answered(run.verdict().number, UNANSWERED, run.now)
+    run.answer(run.verdict(), gain=0.0)
+    run.policy.answered(run.verdict().number, UNANSWERED, run.now)
+    assert not run.train(29) and len(run.train(1)) == 1
+
+
+def test_another_question_takes_the_place_of_one_without_an_answer() -> None:
+    run = Run()
+    run.policy.answered(run.verdict().number, UNANSWERED, run.now)
+    run.answer(run.verdict("recovery", 1.0), gain=0.0)
+    assert not run.train(500)
 
 
 class TestBeginning:
