@@ -4,7 +4,8 @@
 Without a past, a change is made once the time that it would have saved is what it costs. Where slowness comes and
 passes again and again, each change costs twice, there and back, and it may never save as much. So each worker, and each
 link, whose slowness a plan was changed for in vain has to lose twice as much before the next change. That halves again
-with time, so slowly that a job hardly loses by trying once more.
+with time, so slowly that a job hardly loses by trying once more. Likewise where a worker has only looked well, for the
+change back; and where planners were wrong, for every change.
 """
 
 import math
@@ -19,6 +20,10 @@ SHARE: Final = 0.003
 MOST_LOST_S: Final = 3600.0
 """What has lost so much is acted on, however often that was in vain before. A restart and the steps since the last
 checkpoint cost a job about as much; to wait shall not cost more."""
+MOST_RELAPSES: Final = 4
+"""That count. The detector itself looks less and less often whether such a worker is well, so that this is enough."""
+_PLANNERS: Final[Cause] = ()
+"""In place of a worker or a link, where planners were wrong."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ class _Made:
 
 @dataclass(frozen=True)
 class _Wait:
-    """How often it was in vain, at a time; after `half_life_s` it counts as once less."""
+    """How often it was in vain, at a time; each `half_life_s` that counts as once less."""
 
     doublings: float
     at: float
@@ -96,15 +101,17 @@ class Patience:
     def __init__(self) -> None:
         self._made: dict[Cause, _Made] = {}
         self._waits: dict[Cause, _Wait] = {}
+        self._relapses: dict[Cause, int] = {}
+        self._members: frozenset[int] = frozenset()
 
     def to_lose_s(self, shift: Shift, cost_s: float, now: float) -> float:
         """How much has to be lost before a change is made for a shift, which costs so much.
 
         Of several causes the one that is waited for least counts: nobody shall wait for others that come and go.
         """
-        doublings = min((self._doublings(cause, now) for cause in shift.slower), default=0.0)
-        if shift.faster:
-            doublings = 0.0
+        of_slower = [self._doublings(cause, now) for cause in shift.slower]
+        of_faster = [min(self._relapses.get(cause, 0), MOST_RELAPSES) for cause in shift.faster]
+        doublings = max(min([*of_slower, *of_faster], default=0.0), self._doublings(_PLANNERS, now))
         return min(cost_s * math.exp2(doublings), max(cost_s, MOST_LOST_S))
 
     def changed(self, shift: Shift, saves_s: float, cost_s: float, iteration: int, now: float) -> None:
@@ -131,17 +138,28 @@ class Patience:
         if cause in self._made:
             self._made[cause].turn(since, slow)
 
+    def relapsed(self, cause: Cause, times: int) -> None:
+        """A worker became slow that has only looked well; so often in succession, or not at all."""
+        self._relapses[cause] = times
+
+    def misled(self, cost_s: float, now: float) -> None:
+        """A change that planners were for, and that cost so much, has not paid, or could not be made."""
+        self._wait_longer(_PLANNERS, cost_s, now)
+
     def forget_changes(self) -> None:
         """The plan in force is not the policy's: what it brings tells nothing of those before."""
         self._made.clear()
 
     def keep(self, members: Collection[int]) -> None:
-        """Forget whoever is not among the members of an epoch."""
-        there = set(members)
-        self._waits = {cause: wait for cause, wait in self._waits.items() if there.issuperset(cause)}
+        """Forget whoever is no member of an epoch; and what planners were wrong about, if there are other members."""
+        before, self._members = self._members, frozenset(members)
+        if self._members != before:
+            self._waits.pop(_PLANNERS, None)
+        self._waits = {cause: wait for cause, wait in self._waits.items() if self._members.issuperset(cause)}
+        self._relapses = {cause: times for cause, times in self._relapses.items() if self._members.issuperset(cause)}
 
     def _doublings(self, cause: Cause, now: float) -> float:
         return self._waits[cause].left(now) if cause in self._waits else 0.0
 
     def _wait_longer(self, cause: Cause, wasted_s: float, now: float) -> None:
-        self._waits[cause] = _Wait(self._doublings(cause, now) + 1.0, now, wasted_s / SHARE)
+        self._waits[cause] = _Wait(self._doublings(cause, now) + 1.0, now, max(wasted_s, 1.0) / SHARE)

@@ -161,12 +161,12 @@ class _Recommended:
             self.tried = change.number, self.under_way.candidate.plan
         self.before = plan if change.why == self.said else None
 
-    def refuse(self, why: str) -> bool:
-        """A change is refused. False: that is not what was recommended, but asked for by others."""
+    def refuse(self, why: str) -> _Offer | None:
+        """A change is refused. None: that is not what was recommended, but asked for by others."""
         if self.last is None or why != self.last.why:
-            return False
+            return None
         self.refused.append(self.last.candidate.plan)
-        return True
+        return self.last
 
     def first_step_failed(self, number: int | None) -> None:
         """The first step under the plan of a change has failed."""
@@ -184,7 +184,6 @@ class Policy:
 
     def __init__(self, settings: Settings, speeds: Speeds) -> None:
         self._settings = settings
-        self._between_s = settings.seconds_between_changes
         self._speeds = speeds
         self._plan: ParallelPlan | None = None
         self._settled: Mapping[Cause, float] = {}
@@ -248,17 +247,13 @@ class Policy:
                 self._changed(event.stood_still_s, now)
                 # What was found for a verdict that came on the way was a change of the plan before.
                 return self._ask() if self._heard else []
-            case ChangeRefused() if self._recommended.refuse(event.why):
-                self._training.changed_at, self._heard = now, True
-                self._between_s *= 2
-                return self._ask()
+            case ChangeRefused():
+                return self._refused(event.why, now)
             case Verdict():
                 self._recommended.refused.clear()
                 self._heard, self._tried_late, self._beginning = True, False, False
-                if event.relapses:
-                    self._between_s *= 2
                 self._lost.slow_since(event.since)
-                self._patience.heard(tuple(sorted(event.workers)), event.since, slow=event.change != "recovery")
+                self._hear(event)
                 return self._ask()
             case Iteration():
                 return self._iterated(event, now)
@@ -322,6 +317,20 @@ class Policy:
     def _slow(self) -> Mapping[Cause, float]:
         return self._speeds.slow(() if self._plan is None else self._plan.members)
 
+    def _refused(self, why: str, now: float) -> list[Action]:
+        offer = self._recommended.refuse(why)
+        if offer is None:
+            return []
+        self._training.changed_at, self._heard = now, True
+        self._patience.misled(offer.candidate.cost_s(self._training.stand_still_s), now)
+        return self._ask()
+
+    def _hear(self, verdict: Verdict) -> None:
+        cause = tuple(sorted(verdict.workers))
+        self._patience.heard(cause, verdict.since, slow=verdict.change != "recovery")
+        if verdict.change == "onset":
+            self._patience.relapsed(cause, verdict.relapses or 0)
+
     def _none_is_better(self) -> None:
         """The plan in force is as good as any for the speeds that were asked with."""
         self._settled = self._asked_with
@@ -362,7 +371,9 @@ class Policy:
             return []
         cost_s = candidate.cost_s(training.stand_still_s)
         to_save_s = (training.train_iters - training.iteration) * training.iteration_s * candidate.gain
-        too_soon = training.changed_at is not None and now - training.changed_at < self._between_s
+        too_soon = (
+            training.changed_at is not None and now - training.changed_at < self._settings.seconds_between_changes
+        )
         shift = None if candidate.why is not None else Shift.between(self._settled, candidate.speeds)
         to_lose_s = cost_s if shift is None else self._patience.to_lose_s(shift, cost_s, now)
         if too_soon or lost_s < to_lose_s or to_save_s < cost_s:
@@ -375,7 +386,8 @@ class Policy:
         if candidate.why is None:
             self._recommended.said = why
         else:
-            self._recommended.said, self._between_s = None, 2 * self._between_s
+            self._recommended.said = None
+            self._patience.misled(3 * cost_s, now)  # there and back, and what was lost in between
         found = Recommend(act, candidate.plan, why, candidate.gain, lost_s, cost_s, candidate.iteration_s)
         self._candidate, self._heard = None, False  # said once
         self._recommended.last = _Offer(why, candidate, shift, training.iteration_s * candidate.gain)

@@ -214,3 +214,24 @@ def test_plans_of_others_tell_nothing_of_those_before() -> None:
     patience.forget_changes()
     patience.changed(BACK, 1.0, 10.0, iteration=110, now=0.0)
     assert patience.to_lose_s(SPELL, 10.0, 0.0) == 10.0
+
+
+def test_planners_that_were_wrong_are_believed_less_by_everybody_until_there_are_others() -> None:
+    patience = Patience()
+    patience.keep(range(6))
+    patience.misled(10.0, 0.0)
+    patience.keep(range(6))
+    assert [patience.to_lose_s(shift, 10.0, 0.0) for shift in (SPELL, OTHER, BACK, Shift())] == [20.0] * 4
+    patience.keep(range(5))
+    assert patience.to_lose_s(SPELL, 10.0, 0.0) == 10.0
+
+
+def test_who_only_looks_well_again_and_again_waits_for_work_alone() -> None:
+    patience = Patience()
+    patience.keep(range(6))
+    for times in range(1, 16):
+        patience.relapsed((3,), times)
+    others = [patience.to_lose_s(shift, 10.0, 0.0) for shift in (SPELL, OTHER, Shift(faster=OTHER.slower))]
+    assert patience.to_lose_s(BACK, 10.0, 0.0) == 160.0 and others == [10.0] * 3
+    patience.keep([0, 1, 2])
+    assert patience.to_lose_s(BACK, 10.0, 0.0) == 10.0
