@@ -15,6 +15,8 @@ from typing import Final
 
 Cause = tuple[int, ...]
 """A worker, or both ends of a link, the smaller id first."""
+STEP: Final = 0.1
+"""A plan for speeds that differ by no more is better than none, and by about as much as was found."""
 SHARE: Final = 0.003
 """Of the time, what changes in vain for one worker or link may cost: less than anybody can measure."""
 MOST_LOST_S: Final = 3600.0
@@ -43,6 +45,11 @@ class Shift:
         change = {cause: now.get(cause, 1.0) - then.get(cause, 1.0) for cause in then.keys() | now.keys()}
         slower = frozenset(cause for cause, more in change.items() if more < 0)
         return cls(slower, frozenset(cause for cause, more in change.items() if more > 0))
+
+
+def alike(one: Mapping[Cause, float], other: Mapping[Cause, float]) -> bool:
+    """Whether the same ones are slow, and about as slow."""
+    return one.keys() == other.keys() and all(abs(one[cause] - other[cause]) <= STEP + 1e-9 for cause in one)
 
 
 @dataclass

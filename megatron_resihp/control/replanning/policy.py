@@ -10,12 +10,13 @@ May import `config`, `events`, `plan`, `protocol` and this package's other pure 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Self
 
 from megatron_resihp.config import UNIFORM
 from megatron_resihp.control.replanning.health import Speeds
-from megatron_resihp.control.replanning.patience import Cause, Patience, Shift
+from megatron_resihp.control.replanning.offers import Candidate, Offer, Recommended
+from megatron_resihp.control.replanning.patience import Cause, Patience, Shift, alike
 from megatron_resihp.control.replanning.progress import Lost, Pause, Training
 from megatron_resihp.control.replanning.trial import Outcome, Trial
 from megatron_resihp.events.detection import Verdict
@@ -90,90 +91,6 @@ class Recommend:
 Action = AskPlanner | Recommend | Outcome
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    plan: ParallelPlan
-    gain: float
-    moving_s: float
-    sending_s: float
-    iteration_s: float
-    speeds: Mapping[Cause, float]
-    """That it is for; who is not here is healthy."""
-    why: str | None = None
-    """If not for speeds."""
-
-    def cost_s(self, stand_still_s: float | None) -> float:
-        """How long a change to this plan will hold up training.
-
-        The last stand-still tells what new groups take in this job, which the planner only guesses. Whether as much
-        state moves now, it does not tell. What is weighed with too much only comes later, and the stand-still that
-        follows is a better measure; what is weighed with too little makes a change that does not pay.
-
-        Args:
-            stand_still_s: of the last recovery or change; None: there was none.
-        """
-        return self.moving_s if stand_still_s is None else max(stand_still_s, self.sending_s)
-
-
-@dataclass(frozen=True)
-class _Offer:
-    """What was recommended.
-
-    Attributes:
-        why: as told.
-        candidate: the plan.
-        shift: of speeds, that it is for; None: it is not for speeds.
-        saves_s: in each iteration, by estimate.
-    """
-
-    why: str
-    candidate: _Candidate
-    shift: Shift | None = None
-    saves_s: float = 0.0
-
-
-@dataclass
-class _Recommended:
-    """What was recommended, and what became of it.
-
-    Attributes:
-        last: the last offer.
-        under_way: the one that a change is being made for.
-        tried: number of the change to a plan that was recommended, and the plan.
-        failed: plans whose first step has failed.
-        refused: plans that can't be taken, as long as the plan in force and the speeds are the same.
-        before: the plan to go back to, where the change that was recommended doesn't pay.
-        said: why a change was recommended that may turn out not to pay.
-    """
-
-    last: _Offer | None = None
-    under_way: _Offer | None = None
-    tried: tuple[int | None, ParallelPlan] | None = None
-    failed: list[ParallelPlan] = field(default_factory=list)
-    refused: list[ParallelPlan] = field(default_factory=list)
-    before: ParallelPlan | None = None
-    said: str | None = None
-
-    def begun(self, change: PlanChange, plan: ParallelPlan | None) -> None:
-        """A change begins. `plan`: in force."""
-        self.under_way = self.last if self.last is not None and change.why == self.last.why else None
-        if self.under_way is not None:
-            self.tried = change.number, self.under_way.candidate.plan
-        self.before = plan if change.why == self.said else None
-
-    def refuse(self, why: str) -> _Offer | None:
-        """A change is refused. None: that is not what was recommended, but asked for by others."""
-        if self.last is None or why != self.last.why:
-            return None
-        self.refused.append(self.last.candidate.plan)
-        return self.last
-
-    def first_step_failed(self, number: int | None) -> None:
-        """The first step under the plan of a change has failed."""
-        if self.tried is not None and number == self.tried[0]:
-            self.failed.append(self.tried[1])
-
-
 class Policy:
     """One per job. Feed it with `note` and `answered`; times are of any one clock, in seconds.
 
@@ -191,7 +108,9 @@ class Policy:
         self._asked = 0
         self._asked_with: Mapping[Cause, float] = {}
         """The speeds at the last question to the planner."""
-        self._candidate: _Candidate | None = None
+        self._searching = False
+        """Whether that is still to be answered."""
+        self._candidate: Candidate | None = None
         self._heard = False
         """Whether there was a verdict that no recommendation was made for yet."""
         self._changing = False
@@ -203,7 +122,7 @@ class Policy:
         """Whether the last change was to such a plan, and has not been judged yet."""
         self._training = Training()
         self._lost = Lost()
-        self._recommended = _Recommended()
+        self._recommended = Recommended()
         self._trial = Trial()
         self._patience = Patience()
         self._pause = Pause()
@@ -254,7 +173,8 @@ class Policy:
                 self._heard, self._tried_late, self._beginning = True, False, False
                 self._lost.slow_since(event.since)
                 self._hear(event)
-                return self._ask()
+                # Where verdicts come faster than answers, none would ever be listened to.
+                return [] if self._searching and alike(self._asked_with, self._slow()) else self._ask()
             case Iteration():
                 return self._iterated(event, now)
         return []
@@ -263,6 +183,13 @@ class Policy:
         """What the planner found."""
         if number != self._asked:
             return []
+        self._searching = False
+        actions = self._weigh(answer, now)
+        if actions or self._pause.until is not None or self._slow() == self._asked_with:
+            return actions
+        return self._ask()  # with what was heard meanwhile
+
+    def _weigh(self, answer: PlannerAnswer, now: float) -> list[Action]:
         beginning, self._beginning = self._beginning, False
         if isinstance(answer, NoPlan) and answer.unanswered:
             if not beginning:
@@ -275,16 +202,17 @@ class Policy:
             self._none_is_better()
             return []
         if not answer.current_s:
+            self._candidate = None
             return []
         gain = 1.0 - answer.iteration_s / answer.current_s
-        candidate = _Candidate(
+        candidate = Candidate(
             answer.plan, gain, answer.moving_s, answer.sending_s, answer.iteration_s, self._asked_with
         )
         if answer.plan in (*self._recommended.failed, *self._recommended.refused):
             gain = 0.0
         if beginning and gain >= LEAST_GAIN:
             why = f"the planner's own layout: {_shorter(gain)}"
-            self._recommended.last = _Offer(why, candidate)
+            self._recommended.last = Offer(why, candidate)
             return [Recommend(ACT, answer.plan, why, gain, 0.0, answer.moving_s, answer.iteration_s)]
         if gain < LEAST_GAIN:
             self._none_is_better()
@@ -303,7 +231,7 @@ class Policy:
         gain = 1.0 - outcome.before_s / outcome.after_s
         why = f"change {outcome.number} has not paid: iterations {outcome.before_s:.3g} s → {outcome.after_s:.3g} s"
         # What has moved moves back.
-        self._candidate = _Candidate(before, gain, 0.0, 0.0, outcome.before_s, self._slow(), why)
+        self._candidate = Candidate(before, gain, 0.0, 0.0, outcome.before_s, self._slow(), why)
         return [outcome, *self._decide(now)]
 
     def _ask(self) -> list[Action]:
@@ -311,7 +239,9 @@ class Policy:
             return []
         self._asked += 1
         self._pause.until = None
-        self._candidate, self._asked_with = None, self._slow()
+        self._searching, self._asked_with = True, self._slow()
+        if self._candidate is not None and not alike(self._candidate.speeds, self._asked_with):
+            self._candidate = None
         return [AskPlanner(self._asked, self._plan)]
 
     def _slow(self) -> Mapping[Cause, float]:
@@ -333,7 +263,7 @@ class Policy:
 
     def _none_is_better(self) -> None:
         """The plan in force is as good as any for the speeds that were asked with."""
-        self._settled = self._asked_with
+        self._candidate, self._settled = None, self._asked_with
         self._lost.none_is_better()
 
     def _changed(self, stood_still_s: float, now: float) -> None:
@@ -349,7 +279,7 @@ class Policy:
         """Another plan is in force: what was found for the one before is of no use, and nothing is lost by this one."""
         self._asked += 1
         self._pause.until = None
-        self._candidate, self._changing = None, False
+        self._candidate, self._changing, self._searching = None, False, False
         self._recommended.refused.clear()
         self._lost.forget()
 
@@ -389,8 +319,8 @@ class Policy:
             self._recommended.said = None
             self._patience.misled(3 * cost_s, now)  # there and back, and what was lost in between
         found = Recommend(act, candidate.plan, why, candidate.gain, lost_s, cost_s, candidate.iteration_s)
-        self._candidate, self._heard = None, False  # said once
-        self._recommended.last = _Offer(why, candidate, shift, training.iteration_s * candidate.gain)
+        self._candidate, self._heard = None, self._slow() != candidate.speeds  # said once
+        self._recommended.last = Offer(why, candidate, shift, training.iteration_s * candidate.gain)
         return [found]
 
 

@@ -154,7 +154,7 @@ class Replanner:
         answer = self._planners.by_choice(strategy, self._facts, asked.plan)
         if isinstance(answer, NoPlan):
             self._tell(told.NoPlan(reason=answer.reason))
-        # Verdicts come in groups: one that has come meanwhile makes this answer worthless.
+        # Verdicts come in groups: those that have come meanwhile may make this answer worthless.
         if self._hear_all():
             assert self._policy is not None
             self._do(self._policy.answered(asked.number, answer, time.monotonic()))

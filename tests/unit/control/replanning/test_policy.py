@@ -133,6 +133,54 @@ def test_an_answer_that_is_too_old() -> None:
     assert isinstance(found, Recommend) and found.lost_s == pytest.approx(25.0), "since the verdict's first iteration"
 
 
+def severity(run: Run, speed: float) -> list[Action]:
+    """Worker 3 is slow still, but not as slow as before."""
+    told = {"kind": "compute", "change": "severity", "workers": [3], "speed": speed}
+    return run.tell("verdict", since=run.iteration, **told)
+
+
+def test_verdicts_that_come_faster_than_plans_keep_nobody_from_planning() -> None:
+    """A verdict each iteration, and ten iterations for a plan."""
+    run = Run()
+    asked, searches = run.verdict(speed=0.6), 1
+    for number in range(30):
+        actions = [*severity(run, (0.7, 0.6)[number % 2]), *run.train(1)]
+        if number % 10 == 9:
+            actions += run.answer(asked)
+        for action in actions:
+            if isinstance(action, Recommend):
+                assert searches == 1
+                return
+            assert isinstance(action, AskPlanner)
+            asked, searches = action, searches + 1
+    raise AssertionError("never")
+
+
+def test_what_was_heard_during_a_search_is_asked_about_next() -> None:
+    """The search found nothing better for a worker that was hardly slow. By now it may."""
+    run = Run()
+    asked = run.verdict(speed=0.97)
+    assert not severity(run, 0.9)
+    [again] = run.answer(asked, gain=0.0)
+    assert isinstance(again, AskPlanner) and not run.answer(again) and len(run.train(10)) == 1
+
+
+def test_a_better_plan_is_not_given_up_for_a_search_for_a_better_one() -> None:
+    run = Run()
+    run.answer(run.verdict(speed=0.6))
+    run.train(5)
+    [asked] = severity(run, 0.55)
+    [found] = run.train(5)
+    assert isinstance(asked, AskPlanner) and isinstance(found, Recommend)
+
+
+def test_but_it_is_where_a_speed_is_quite_different() -> None:
+    run = Run()
+    run.answer(run.verdict(speed=0.6))
+    run.train(5)
+    assert severity(run, 0.3) and not run.train(100)
+
+
 def test_a_plan_for_another_epoch_is_worth_nothing() -> None:
     run = Run()
     run.answer(run.verdict())
