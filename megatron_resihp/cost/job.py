@@ -48,6 +48,8 @@ class JobCost:
         unlike_bandwidth: bytes/s at most between stages of unlike degree, whose plans Megatron's own groups can't run.
         state_bandwidth: bytes/s at most at which a worker gets state of others while the job changes to another plan.
         host_sums: how such plans sum gradients, where that takes time of its own; None: nowhere.
+        own_sums_s: measured seconds of an iteration in which Megatron's own groups sum gradients; 0: unknown.
+        rest_s: measured seconds of an iteration outside its pipelines and beside sums of gradients; 0: unknown.
         beside: bytes that must stay free beside a plan's state on each device while nothing runs: those of the old
             state, which stays until the plan is in force.
         sharings: how many replicas may share each sequence and each layer's experts, the job's own numbers first.
@@ -68,6 +70,8 @@ class JobCost:
     unlike_bandwidth: float = float("inf")
     state_bandwidth: float = float("inf")
     host_sums: HostSums | None = None
+    own_sums_s: float = 0.0
+    rest_s: float = 0.0
     beside: int = 0
     sharings: tuple[Sharing, ...] = (Sharing(),)
     replica_workers: int | None = None
@@ -152,6 +156,14 @@ class JobCost:
             PlanError: the plan's layers differ from the model's.
         """
         return 0.0 if self.host_sums is None else self.host_sums.seconds(plan, self.model, self.training)
+
+    def outside(self, plan: ParallelPlan) -> float:
+        """Seconds of an iteration under a plan in which neither pipelines nor `sums` run, as far as they were measured.
+
+        Raises:
+            PlanError: the plan's layers differ from the model's.
+        """
+        return self.rest_s + (0.0 if self.own_sums_s and self.sums(plan) else self.own_sums_s)
 
     def transfer(self, sender_degree: int, receiver_degree: int) -> float:
         """Seconds of a stage's result over a healthy link, in as many pieces as the larger group has members."""

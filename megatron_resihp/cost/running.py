@@ -30,6 +30,8 @@ _HOST_BANDWIDTH: Final = 2e9
 """Bytes/s of what gloo carries between two processes through host memory; measured on one machine, docs/gpu.md."""
 _HOST_SUMS_BANDWIDTH: Final = 1.4e9
 """Bytes/s of gradients that gloo sums so; measured there too."""
+_OWN_SUMS: Final = "gradient_sync"
+"""Among the terms of fitted costs, what Megatron's own groups need to sum gradients."""
 F, B, W = OpKind
 
 
@@ -73,6 +75,7 @@ def cost_of_job(
     elif fitted is not None:
         exchanged = _exchanged(job, model, training, device, workers_per_node, 1 + max(each.stage for each in own))
         alone = _fitted_seconds(fitted, model, training, own, job.tensor_parallel, shared.context, exchanged)
+    own_sums_s, rest_s = (0.0, 0.0) if fitted is None or alone is None else _outside(fitted)
     through_host = job.carrier == HOST and not job.emulated
     return JobCost(
         model=model, training=training, device=device, micro_batches=job.micro_batches,
@@ -81,10 +84,22 @@ def cost_of_job(
         unlike_bandwidth=_HOST_BANDWIDTH if through_host else float("inf"),
         state_bandwidth=float("inf") if job.emulated else _HOST_BANDWIDTH,  # whatever carries results
         host_sums=HostSums(tuple(own), _HOST_SUMS_BANDWIDTH) if through_host else None,
+        own_sums_s=own_sums_s, rest_s=rest_s,
         sharings=job.sharings,
         replica_workers=job.tensor_parallel * len({each[0] for each in own}) if job.shares else None,
         equal_rounds=job.equal_rounds,
     )  # fmt: skip
+
+
+def _outside(fitted: CostModel) -> tuple[float, float]:
+    """Seconds of an iteration outside its pipelines: of the sums of gradients, and of all else.
+
+    The rest is below 0 where spans overlap with ops. Together they are what the iterations of warm-up took longer than
+    their pipelines.
+    """
+    sums = fitted.terms.get(_OWN_SUMS, 0.0)
+    others = sum(fitted.terms.values()) - sums
+    return max(sums + min(others, 0.0), 0.0), max(others, 0.0)
 
 
 def _profile(name: str) -> DeviceProfile:

@@ -64,7 +64,7 @@ class Planned(Event):
     planning_s: Annotated[float | None, "seconds that planning took"] = None
     waited_s: Annotated[float | None, "how long training stood still for that"] = None
     made_ahead: Annotated[bool | None, "whether the plan was made before the loss, so training did not wait"] = None
-    iteration_s: Annotated[float | None, "seconds of an iteration's pipelines, by simulation"] = None
+    iteration_s: Annotated[float | None, "seconds of an iteration, by simulation"] = None
     bound_s: Annotated[float | None, "what no plan can beat"] = None
     moving_s: Annotated[float | None, "estimated seconds of the change"] = None
 
@@ -74,10 +74,10 @@ class Recommended(Event):
     """A voluntary change of plan would pay off."""
 
     why: Annotated[str, "which workers and links are slow, and what is gained"]
-    gain: Annotated[float, "share of an iteration's pipelines that is saved"]
+    gain: Annotated[float, "share of an iteration that is saved"]
     lost_s: Annotated[float | None, "seconds lost so far by not having changed"] = None
     cost_s: Annotated[float | None, "seconds that the change costs"] = None
-    iteration_s: Annotated[float | None, "seconds of an iteration's pipelines afterwards, by simulation"] = None
+    iteration_s: Annotated[float | None, "seconds of an iteration afterwards, by simulation"] = None
 
 
 @event("would_change", written_by="the policy, on node 0")

@@ -70,15 +70,18 @@ def propose(
     if after.replicas != before.replicas:
         require_room(before, after, cost, optional=alive)
     evaluation = evaluate(after, health, cost)
+    well = evaluate(before, Health(dict.fromkeys(before.members, 1.0)), cost)
+    # What no plan makes shorter belongs to both sides: gains are shares of whole iterations.
+    outside_before_s, outside_s = cost.outside(before), cost.outside(after)
     moving_s = seconds_to_get_there(before, after, cost)
     return PlanFound(
         plan=after,
-        iteration_s=evaluation.iteration_s,
-        current_s=evaluate(before, health, cost).iteration_s if alive else None,
-        healthy_s=evaluate(before, Health(dict.fromkeys(before.members, 1.0)), cost).iteration_s,
+        iteration_s=evaluation.iteration_s + outside_s,
+        current_s=evaluate(before, health, cost).iteration_s + outside_before_s if alive else None,
+        healthy_s=well.iteration_s + outside_before_s,
         moving_s=moving_s,
         sending_s=max(moving_s - cost.rebuild_s, 0.0),
-        bound_s=evaluation.bound.seconds,
+        bound_s=evaluation.bound.seconds + cost.rest_s,
         planning_s=planning_s(),  # the last one: all of the above takes time
     )
 

@@ -119,7 +119,7 @@ class PlanFound:
     Attributes:
         plan: the next one, with layers; all live workers are in it.
         planning_s: how long the search took.
-        iteration_s: seconds of its pipelines in an iteration.
+        iteration_s: seconds of an iteration: of its pipelines, and of what was measured outside them.
         current_s: the same of the plan in force as things are; None: it can't go on.
         healthy_s: the same of the plan in force if all its workers were well.
         moving_s: how long the job stands still to get there, for new process groups and for state that is sent.

@@ -76,7 +76,7 @@ class Recommend:
         gain: share of an iteration that is saved.
         lost_s: what has been lost already.
         cost_s: what the change costs.
-        iteration_s: of the new plan's pipelines, as planned.
+        iteration_s: of the new plan, as planned.
     """
 
     act: str

@@ -134,6 +134,26 @@ def fitted(*chunk_seconds: tuple[float, ...], of_tokens: float = 1.0) -> CostMod
     return CostModel(fit(tokens, squares, seconds), collectives)
 
 
+@pytest.mark.parametrize(
+    ("terms", "own_sums_s", "rest_s"),
+    [
+        ({"gradient_sync": 2.0, "optimizer": 1.0, "rest": 0.5}, 2.0, 1.5),
+        ({"gradient_sync": 2.0, "optimizer": 1.0, "rest": -1.5}, 1.5, 0.0),
+        ({"gradient_sync": 0.1, "optimizer": 0.1, "rest": -1.5}, 0.0, 0.0),
+        ({}, 0.0, 0.0),
+    ],
+    ids=["one after another", "sums that overlap with ops", "ops were overestimated", "nothing was measured"],
+)
+def test_what_was_measured_outside_of_pipelines(terms: dict[str, float], own_sums_s: float, rest_s: float) -> None:
+    cost = cost_of_job(JOB, 8, 8, OWN, replace(fitted((0.3,), (0.5,)), terms=terms))
+    assert (cost.own_sums_s, cost.rest_s) == pytest.approx((own_sums_s, rest_s))
+
+
+def test_what_was_measured_is_of_no_use_beside_a_guess() -> None:
+    of_one_stage_more = replace(fitted((0.3,), (0.5,), (0.5,)), terms={"optimizer": 1.0})
+    assert cost_of_job(JOB, 8, 8, OWN, of_one_stage_more).rest_s == 0.0
+
+
 def test_what_was_measured_goes_before_the_peak() -> None:
     cost = cost_of_job(JOB, 8, 8, OWN, fitted((0.3,), (0.5,)))
     seconds = cost.seconds(2)

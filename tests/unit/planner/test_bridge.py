@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from planner_instances import first_plan, healthy, job
 
+from megatron_resihp.cost.host_sums import HostSums
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.memory import memory_of
 from megatron_resihp.cost.room import check_change
@@ -20,6 +21,7 @@ from megatron_resihp.planner.strategies import joint as search
 from megatron_resihp.planner.strategies.by_speed import by_speed
 from megatron_resihp.planner.strategies.joint import joint
 from megatron_resihp.planner.strategies.registry import STRATEGIES, Change
+from megatron_resihp.protocol.planning import PlanFound
 
 ZERO_BUBBLE = Schedule("zero-bubble-h1")
 
@@ -124,6 +126,36 @@ class TestRoomOnTheWay:
         proposal = propose("joint", plan, plan.replicas[0].chunks, healthy(plan, dead=(3,)), cost, lambda: 1.5)
         with pytest.raises(PlanError):
             check_change(plan, proposal.plan, cost.model, cost.training, cost.device.memory)
+
+
+def test_gains_are_shares_of_whole_iterations() -> None:
+    """With as much time outside of the pipelines as in them, half as large."""
+    cost = job(layers=8, micro_batches=4)
+    plan = first_plan(cost, tensor=1, replicas=2, pipeline=2)
+
+    def proposed(own_sums_s: float, rest_s: float) -> PlanFound:
+        known = replace(cost, own_sums_s=own_sums_s, rest_s=rest_s)
+        health = healthy(plan, slow={1: 0.3})
+        return propose("joint", plan, plan.replicas[0].chunks, health, known, lambda: 0.0)
+
+    alone = proposed(0.0, 0.0)
+    assert alone.current_s
+    half = alone.current_s / 2
+    whole = proposed(half, half)
+    assert whole.plan == alone.plan and whole.current_s
+    assert 1 - whole.iteration_s / whole.current_s == pytest.approx((1 - alone.iteration_s / alone.current_s) / 2)
+    assert whole.healthy_s == pytest.approx(alone.healthy_s + 2 * half)
+
+
+def test_a_plan_that_sums_through_the_hosts_does_not_sum_in_megatrons_groups_too() -> None:
+    cost = job(layers=8, micro_batches=4)
+    plan = first_plan(cost, tensor=1, replicas=2, pipeline=2)
+    own = plan.replicas[0].chunks
+    cost = replace(cost, host_sums=HostSums(own, 1e9), own_sums_s=0.5, rest_s=0.25)
+    others = (Chunk(0, 0, 3), Chunk(1, 3, cost.layers))
+    unlike = replace(plan, replicas=tuple(replace(each, chunks=others) for each in plan.replicas))
+    assert cost.sums(unlike) > 0 == cost.sums(plan)
+    assert (cost.outside(plan), cost.outside(unlike)) == (0.75, 0.25)
 
 
 def test_sending_state_is_a_part_of_the_change() -> None:
