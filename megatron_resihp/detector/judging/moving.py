@@ -8,6 +8,7 @@ group as a unit of its own: it may come back as one, or makes the next group tha
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import exp, log
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,12 @@ from megatron_resihp.detector.judging.units import Members
 Named = dict[Members, dict[int, float]]
 """By the members of a group in which somebody is slow, the culprits and their speeds p."""
 Idle = dict[Members, Known]
-"""What is known of units without work."""
+"""What is known of units without work, those that had some last at the end."""
+EPOCHS: Final = 8
+"""So many epochs' healthy units are remembered. Who comes back later is compared with its peers, like a new one."""
+FEW: Final = 32
+"""Units of an epoch that count at least, so that small jobs, and epochs without links, forget nothing for want of
+room."""
 
 
 def own_levels(
@@ -63,13 +69,17 @@ def sources(
 ) -> tuple[NDArray[np.int64], dict[int, Known]]:
     """For `Tracker.move`: each unit's earlier number, and what is known of units that had no work.
 
-    What is known of units that have no work now goes to `idle`.
+    What is known of units that have no work now goes to `idle`. Each plan may have other groups and links, and dead
+    workers never come back. So of healthy ones only the latest stay there.
     """
     number = {members: place for place, members in enumerate(before)}
     returning = {place: idle.pop(members) for place, members in enumerate(now) if members in idle}
     present = set(now)
     known = zip(before, tracker.levels.known(), strict=True)
     idle |= {members: levels for members, levels in known if members not in present}
+    healthy = [members for members, levels in idle.items() if not levels.slow]
+    for members in healthy[: max(len(healthy) - EPOCHS * max(len(before), len(now), FEW), 0)]:
+        del idle[members]
     return np.array([number.get(members, -1) for members in now], dtype=np.int64), returning
 
 
