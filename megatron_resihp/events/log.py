@@ -13,7 +13,8 @@ import shutil
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -133,17 +134,28 @@ class Logged:
     """Which events a log had when the process that wrote it was lost, by its end.
 
     Args:
-        end: the last events of the log, in the order in which they were written.
+        read_end: gives the last events of the log. Called once, when it is first asked.
     """
 
-    def __init__(self, end: Sequence[Event]) -> None:
-        self._lines = {_line_of(event) for event in end}
-        times = [event.time for event in end]
-        self._since, self._until = min(times, default=0.0), max(times, default=0.0)
+    def __init__(self, read_end: Callable[[], Sequence[Event]]) -> None:
+        self._read_end = read_end
 
     def has(self, event: Event) -> bool:
-        """Whether it had an event that has its time. One from before its end was written before the others."""
-        return event.time < self._since or (event.time <= self._until and _line_of(event) in self._lines)
+        """Whether it had an event that has its time. A worker's events are written in order, so those from before its
+        first one in the end are before the end. Of a worker that has none there, that is as good as certain of what is
+        older than all."""
+        lines, since = self._end
+        return event.time < since.get(event.worker, since[None]) or _line_of(event) in lines
+
+    @cached_property
+    def _end(self) -> tuple[Set[str], Mapping[int | None, float]]:
+        """Its lines, and the time of each worker's first event there; None: of all."""
+        end = self._read_end()
+        since: dict[int | None, float] = {None: min((event.time for event in end), default=0.0)}
+        for event in end:
+            if event.worker is not None:
+                since.setdefault(event.worker, event.time)
+        return {_line_of(event) for event in end}, since
 
 
 def read_last_run[E: Event](path: str | os.PathLike[str], kind: type[E]) -> list[E]:

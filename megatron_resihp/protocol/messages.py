@@ -198,10 +198,15 @@ class ScriptFailed:
 
 @dataclass(frozen=True)
 class EventsReported:
-    """Events for the run's log; see docs/events.md."""
+    """Events for the run's log; see docs/events.md.
+
+    Attributes:
+        again: a coordinator that was lost may have written them.
+    """
 
     worker: Worker
     events: tuple[dict[str, Any], ...]
+    again: bool = False
 
 
 # From workers and commands

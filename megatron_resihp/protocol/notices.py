@@ -161,3 +161,7 @@ Notice = (
 )  # fmt: skip
 NOTICES = Kinds[Notice](get_args(Notice), "a notice")
 """From the coordinator."""
+ABOUT_AN_EPOCH: Final = (EpochIsBroken, OthersFinish, PlanChange, ValidationOrder, WorkersTakenIn)
+"""Notices that nobody needs after it."""
+LAST_HOLDS: Final = (SaveOrder, SlownessChanged)
+"""Notices of which the last one says all."""

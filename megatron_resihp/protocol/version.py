@@ -8,7 +8,7 @@ from typing import Final
 
 MAJOR: Final = 5
 """Another one means other things by the same fields, or has other kinds of texts: it is refused."""
-MINOR: Final = 2
+MINOR: Final = 3
 """Goes up with every new field, which needs a default."""
 VERSION: Final = f"{MAJOR}.{MINOR}"
 

@@ -61,11 +61,12 @@ class Kinds[T]:
     Args:
         kinds: the classes.
         what: a text of these kinds, in a word.
+        largest: characters of a text that is read.
     """
 
-    def __init__(self, kinds: Iterable[type[T]], what: str) -> None:
+    def __init__(self, kinds: Iterable[type[T]], what: str, largest: int = LARGEST) -> None:
         self._kinds = {kind.__name__: kind for kind in kinds}
-        self._what = what
+        self._what, self._largest = what, largest
         self._parts: dict[str, Parts | None] = {}
 
     @property
@@ -112,7 +113,7 @@ class Kinds[T]:
         """As `read`. `known`: instances by the words that stand for them; `whole`: the text that has none."""
         who, what = NOBODY, self._what
         try:
-            value = _parsed(text)
+            value = _parsed(text, self._largest)
             said = value.get("sender")
             who = said[:SHOWN] if isinstance(said, str) else who
             tolerance = _tolerance_for(value)
@@ -152,9 +153,9 @@ def _text_in(value: Mapping[str, Any], name: str) -> str:
     return text
 
 
-def _parsed(text: str) -> dict[str, Any]:
-    if len(text) > LARGEST:
-        raise WrongValueError(f"has {len(text)} characters, more than {LARGEST}")
+def _parsed(text: str, largest: int) -> dict[str, Any]:
+    if len(text) > largest:
+        raise WrongValueError(f"has {len(text)} characters, more than {largest}")
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

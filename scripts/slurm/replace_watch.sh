@@ -26,8 +26,9 @@ submitted=$run_dir/replacements # The ids of the jobs, one per line.
 cancel() {
     local jobs
     [[ -f $submitted ]] || return 0
-    mapfile -t jobs <"$submitted"
-    scancel --quiet --state=PENDING "${jobs[@]}"
+    mapfile -t jobs < <(grep -xE '[0-9]+' "$submitted")
+    # Without ids scancel would take all of this user's jobs that wait.
+    ((${#jobs[@]} == 0)) || scancel --quiet --state=PENDING "${jobs[@]}"
     rm -f "$submitted"
 }
 
@@ -59,7 +60,8 @@ while [[ -z $ends && ! -f $run_dir/exit_code ]]; do
         tries_of[$rank]=$((${tries_of[$rank]:-0} + 1))
         if said=$(sbatch --parsable --nodes=1 "${options[@]}" "$join" "$(basename "$run_dir")" "$rank" 2>&1); then
             job_of[$rank]=${said%%;*} # in a federation, the cluster's name follows
-            echo "${job_of[$rank]}" >>"$submitted"
+            # One that can't be noted would wait on for a node after the job's end.
+            echo "${job_of[$rank]}" >>"$submitted" || scancel --quiet "${job_of[$rank]}" || true
             said="job ${job_of[$rank]} is to bring it"
         fi
         echo "replace_watch.sh: node $rank is not there: $said"

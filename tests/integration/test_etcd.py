@@ -41,6 +41,7 @@ from megatron_resihp.control.transport.etcd.leadership import DeposedError, Lead
 from megatron_resihp.control.transport.etcd.location import LEASE_S, Location
 from megatron_resihp.control.transport.etcd.presence import Gone, NodeLeases, Presence
 from megatron_resihp.control.worker.saved_state import newest_state
+from megatron_resihp.protocol.wire import MalformedError
 from megatron_resihp.version import __version__
 
 pytestmark = needs_etcd
@@ -363,6 +364,19 @@ class TestLog:
         with closing(Leadership(place)) as leader, closing(log_of(leader)) as log:
             log.write([line_of(BEGAN), line_of(step(1))])
             log.shorten(lambda: pytest.fail("no snapshot is needed"))
+
+    def test_a_log_stays_whose_snapshot_can_not_be_read_back(
+        self, short_log: EtcdLog, place: Location, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def unreadable() -> str:
+            raise MalformedError("a decision has too many characters")
+
+        for entry in (BEGAN, step(1)):
+            short_log.write([line_of(entry)])
+        short_log.shorten(unreadable)
+        short_log.write([line_of(step(2))])
+        assert read_etcd_decisions(place).steps == (step(1), step(2))
+        assert "can't be shortened: a decision has too many characters" in capsys.readouterr().err
 
     def test_a_snapshot_whose_answer_is_lost_is_there_once(
         self, short_log: EtcdLog, place: Location, monkeypatch: pytest.MonkeyPatch

@@ -257,9 +257,10 @@ def _open_headquarters(
     replanner = Replanner(seat.run_dir, size, bus, requests.change_plan)
     began = None if seat.before is None else seat.before.began_at
     logbook = Logbook(bus, Term(seat.token, began, seat.holds.is_followed), before=healthy)
-    logged = Logged(())
     if seat.before is not None:
-        logged = catch_up(seat.before, slow, bus, seat.sink, seat.run_dir / EVENTS)
+        catch_up(seat.before, slow, bus, seat.sink, seat.run_dir / EVENTS)
+    # Read only once no other writes there.
+    logged = Logged(lambda: read_events(seat.run_dir / EVENTS, LOG_END).events)
     limits = Limits(
         options.survivor_timeout_s, min_workers=options.min_workers, drain_s=options.drain_deadline_s,
         replaceable=options.replaceable,
@@ -274,24 +275,19 @@ def _open_headquarters(
     )  # fmt: skip
 
 
-def catch_up(before: Succession, slow: Sequence[Verdict], bus: EventBus, sink: EventSink, log: Path) -> Logged:
+def catch_up(before: Succession, slow: Sequence[Verdict], bus: EventBus, sink: EventSink, log: Path) -> None:
     """Tell of what the coordinator before knew, and the log of what it lacks.
 
     Args:
         slow: what the detector has said last of workers and links that are not healthy again.
-
-    Returns:
-        what the log had: workers tell again what it may lack.
     """
-    end = read_events(log, LOG_END).events
-    unknown = unlogged(before.last, end)
+    unknown = unlogged(before.last, read_events(log, LOG_END).events)
     for fact in (*before.facts, *slow):
         if fact not in unknown:
             bus.publish(fact)
     sink.follow(bus)  # which has them
     for event in unknown:
         bus.publish(event)
-    return Logged(end)
 
 
 def _make_judge(

@@ -14,24 +14,16 @@ from megatron_resihp.control import keys
 from megatron_resihp.control.transport.store import Store
 from megatron_resihp.protocol.answers import ANSWERS, Answer
 from megatron_resihp.protocol.notices import (
+    ABOUT_AN_EPOCH,
+    LAST_HOLDS,
     NOTICES,
-    EpochIsBroken,
     Notice,
     NoticesForgotten,
-    OthersFinish,
     PlanChange,
-    SaveOrder,
-    SlownessChanged,
-    ValidationOrder,
-    WorkersTakenIn,
 )
 from megatron_resihp.protocol.published import DECISIONS, GO, Decision, Go
 from megatron_resihp.protocol.wire import COORDINATOR
 
-ABOUT_AN_EPOCH: Final = (EpochIsBroken, OthersFinish, PlanChange, ValidationOrder, WorkersTakenIn)
-"""Notices that nobody needs after it."""
-LAST_HOLDS: Final = (SaveOrder, SlownessChanged)
-"""Notices of which the last one says all."""
 ANSWERS_KEPT: Final = 100
 """Who waits for an answer deletes it; a command that was interrupted does not."""
 

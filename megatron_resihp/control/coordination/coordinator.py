@@ -85,7 +85,7 @@ class Coordinator:
         shorten: may let a snapshot, which it is handed what makes it, stand for all that was written.
         run: the run's token.
         before: what a coordinator has decided that was lost, which this one takes the place of; None: the job begins.
-        is_logged: whether that one has written an event; workers tell the last ones again.
+        is_logged: whether that one has written an event that a worker tells again.
     """
 
     def __init__(
@@ -280,14 +280,13 @@ class Coordinator:
 
     def _write_events(self, message: Reported) -> None:
         for event in message.events:
-            if self._is_logged(event):
-                continue
             match event:
                 case Drill(action=action, target=int(worker)) if action in FATAL:
                     self._struck[worker] = event.time
                 case Iteration(iteration=iteration):
                     self._membership.progressed(iteration)
-            self._write_event(event)
+            if not (message.again and self._is_logged(event)):
+                self._write_event(event)
 
     def _log(self, event: Event) -> None:
         if isinstance(event, WorkerDead) and event.dead in self._struck:

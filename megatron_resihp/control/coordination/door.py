@@ -61,10 +61,11 @@ from megatron_resihp.protocol.wire import Letter, MalformedError
 
 @dataclass(frozen=True)
 class Reported:
-    """Events of a worker."""
+    """Events of a worker. `again`: a coordinator that was lost may have written them."""
 
     worker: int
     events: tuple[Event, ...]
+    again: bool = False
 
 
 Heard = WordOfWorker | WordOfAgent | WordOfCommand | SlowdownRequest | Reported
@@ -146,7 +147,9 @@ def read_message(text: str, size: JobSize, may_exist: Callable[[int], bool]) -> 
     if wrong is not None:
         raise MalformedError(f"{type(message).__name__} from {letter.sender}: {wrong}")
     if isinstance(message, EventsReported):
-        return Letter(letter.sender, Reported(message.worker, _events(message, letter.sender)), letter.id)
+        return Letter(
+            letter.sender, Reported(message.worker, _events(message, letter.sender), message.again), letter.id
+        )
     return Letter(letter.sender, message, letter.id, letter.said)
 
 

@@ -19,8 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Final
 
+from megatron_resihp.control.coordination.decisions.entries import LARGEST
 from megatron_resihp.control.coordination.decisions.reading import Decisions, Read, UnusableError, decisions_in
 from megatron_resihp.control.coordination.decisions.recorded import UnrecordedError
+from megatron_resihp.control.terminal import warn
 from megatron_resihp.control.transport.etcd.gateway import (
     EtcdError,
     Gateway,
@@ -31,6 +33,7 @@ from megatron_resihp.control.transport.etcd.gateway import (
 )
 from megatron_resihp.control.transport.etcd.leadership import Leadership
 from megatron_resihp.control.transport.etcd.location import Location
+from megatron_resihp.protocol.wire import MalformedError
 
 PATIENCE_S: Final = 60.0
 """How long a decision waits for etcd."""
@@ -38,8 +41,6 @@ RETRY_S: Final = 0.5
 PIECE_BYTES: Final = 512 * 1024
 """etcd takes 1.5 MiB in a request."""
 MOST_PIECES: Final = 1024
-LARGEST: Final = 1 << 28
-"""Bytes of an entry when it is read."""
 LONG: Final = 1 << 25
 """Characters of decisions since the last snapshot, a tenth of which or so is kept after compression. Another is made
 then, or once they are `TIMES` as many as that one's."""
@@ -77,7 +78,9 @@ class EtcdLog:
         self._number = None if after is None else after + 1
         self._characters, self._snapshot_of = characters, 0
         self._unfinished: bytes | None = None
-        self._next_try, self._cut_at = 0.0, 0
+        self._next_try = 0.0
+        self._cut_at: list[int] = []
+        """Revisions of the snapshots that history may be cut at."""
 
     def write(self, lines: Sequence[str]) -> None:
         """Append an entry; when it returns, most members have it on disk.
@@ -113,13 +116,17 @@ class EtcdLog:
         """
         if self._characters < max(LONG, TIMES * self._snapshot_of) or time.monotonic() < self._next_try:
             return
-        if self._unfinished is None:
-            text = snapshot()
-            self._snapshot_of, self._unfinished = len(text), zlib.compress(text.encode())
+        self._next_try = time.monotonic() + AGAIN_S
         try:
+            if self._unfinished is None:
+                text = snapshot()
+                self._snapshot_of, self._unfinished = len(text), zlib.compress(text.encode())
             self._finish_snapshot()
+            self._compact()
+        except MalformedError as error:
+            warn(f"resihp: the decisions in {self._location} can't be shortened: {error}")
         except (UnreachableError, LeaseLostError):
-            self._next_try = time.monotonic() + AGAIN_S
+            pass  # A later call tries again.
         except EtcdError as error:
             raise UnrecordedError(str(error)) from error
 
@@ -130,17 +137,17 @@ class EtcdLog:
         """Append a snapshot that was begun: it may be there, though no answer has come."""
         if self._unfinished is None:
             return
-        made_at = self._append(self._unfinished, shortens=True)
+        self._cut_at.append(self._append(self._unfinished, shortens=True))
         self._unfinished, self._characters = None, 0
-        before, self._cut_at = self._cut_at, made_at
-        if before:
-            self._compact(before)
 
-    def _compact(self, revision: int) -> None:
-        """Let etcd forget what it was before the snapshot before. Whoever looks after etcd may do without that: this
-        job may not be let, or all may be forgotten already."""
-        with suppress(EtcdError):
-            self._gateway.compact(revision)
+    def _compact(self) -> None:
+        """Let etcd forget what it was before the last snapshot but one. Whoever looks after etcd may do without that:
+        this job may not be let, or all may be forgotten already."""
+        *_, before, last = (0, *self._cut_at)
+        self._cut_at = [last]
+        if before:
+            with suppress(EtcdError):
+                self._gateway.compact(before)
 
     def _append(self, data: bytes, shortens: bool = False) -> int:
         """Returns etcd's revision; 0: it was made earlier."""

@@ -11,7 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Final
+from dataclasses import replace
+from typing import Final, NamedTuple
 
 from megatron_resihp.control import keys
 from megatron_resihp.control.transport.lasting import LastingStore
@@ -29,6 +30,14 @@ EVENTS_KEPT: Final = 1000
 PAGES_KEPT: Final = 1000
 """Pages may wait in a coordinator, for a disk that is full perhaps, when it is lost. The next one is sent the last ones
 again, and writes those that are not there."""
+
+
+class _Told(NamedTuple):
+    """When a message was told, by the monotonic clock, and its letter's id."""
+
+    at: float
+    letter: str
+    message: EventsReported
 
 
 class Channel:
@@ -50,8 +59,7 @@ class Channel:
         self._kept: list[str] = []
         """Messages that may have been lost with a coordinator, each of which a later one folds once."""
         self._pages: deque[str] = deque(maxlen=PAGES_KEPT)
-        self._events: deque[tuple[float, str]] = deque(maxlen=EVENTS_KEPT)
-        """With when they were told, by the monotonic clock."""
+        self._events: deque[_Told] = deque(maxlen=EVENTS_KEPT)
         self._standing: dict[str, str] = {}
         if isinstance(store, LastingStore):
             store.follow(self._tell_again)
@@ -68,17 +76,21 @@ class Channel:
         """Send a message to the coordinator."""
         with self._connection() as store:
             self._told += 1
-            text = MESSAGES.write(message, f"worker {self._worker}", f"{self._name}.{self._told}")
+            letter = f"{self._name}.{self._told}"
+            text = self._text(message, letter)
             if self._follows:
-                self._keep(message, text)
+                self._keep(message, letter, text)
             store.push(keys.INBOX, text)
 
-    def _keep(self, message: Message, text: str) -> None:
+    def _text(self, message: Message, letter: str) -> str:
+        return MESSAGES.write(message, f"worker {self._worker}", letter)
+
+    def _keep(self, message: Message, letter: str, text: str) -> None:
         match message:
             case LogPage():
                 self._pages.append(text)
             case EventsReported():
-                self._events.append((time.monotonic(), text))
+                self._events.append(_Told(time.monotonic(), letter, message))
             case StillSaving():
                 pass  # It comes again.
             case _:
@@ -106,7 +118,8 @@ class Channel:
         for key, value in self._standing.items():
             store.set_once(key, value)
         since = time.monotonic() - PAST_S
-        events = (text for told_at, text in self._events if told_at >= since)
+        told = (each for each in self._events if each.at >= since)
+        events = (self._text(replace(each.message, again=True), each.letter) for each in told)
         for text in (*self._pages, *events, *self._kept):
             store.push(keys.INBOX, text)
 

@@ -61,11 +61,24 @@ def test_an_event_that_comes_again_is_known_by_what_it_says(tmp_path: Path) -> N
     with EventLog(tmp_path / "events.jsonl") as log:
         for event in (told[0], told[2]):
             log.write(event)
-    logged = Logged(read_events(log.path).events)
+    logged = Logged(lambda: read_events(log.path).events)
     assert [logged.has(event) for event in told] == [True, False, True]
     earlier, later = (Drill(time=time, action="kill", target=1) for time in (11.0, 15.0))
     assert logged.has(earlier) and not logged.has(later)
-    assert not Logged(()).has(earlier)
+    assert not Logged(list).has(earlier)
+
+
+def test_clocks_that_differ_neither_hide_events_nor_double_them(tmp_path: Path) -> None:
+    """Worker 2's is half an hour behind. Of each worker's events the log's end has the last."""
+    with EventLog(tmp_path / "events.jsonl") as log:
+        for second in range(10):
+            for worker, behind in ((1, 0.0), (2, 1800.0)):
+                log.write(Drill(time=5000.0 + second - behind, worker=worker, action="kill", target=second))
+    logged = Logged(lambda: read_events(log.path).events[10:])
+    for worker, behind in ((1, 0.0), (2, 1800.0)):
+        again = [Drill(time=5000.0 + n - behind, worker=worker, action="kill", target=n) for n in range(11)]
+        assert [logged.has(event) for event in again] == [True] * 10 + [False]
+    assert logged.has(Drill(time=3000.0, worker=3, action="kill", target=0)), "it is older than all that are there"
 
 
 def test_who_takes_a_log_over_has_it_alone(tmp_path: Path) -> None:

@@ -193,7 +193,9 @@ class Snapshot:
 Start = Began | Snapshot
 """What a log may start with."""
 Entry = Start | Step
-ENTRIES: Final = Kinds[Entry](get_args(Entry), "a decision")
+LARGEST: Final = 1 << 28
+"""Characters of an entry. A snapshot of 10,000 workers has 25 million."""
+ENTRIES: Final = Kinds[Entry](get_args(Entry), "a decision", LARGEST)
 
 
 def began_of(start: Start) -> Began:

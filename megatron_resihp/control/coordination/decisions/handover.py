@@ -11,14 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Self
 
-from megatron_resihp.control.coordination.actions import Action, End, Log
+from megatron_resihp.control.coordination.actions import Action, End, Log, Notify
 from megatron_resihp.control.coordination.decisions.entries import PUBLISHED, Published, Snapshot, Step
 from megatron_resihp.events.epochs import EpochStarted
 from megatron_resihp.events.event import Event, stamped
 from megatron_resihp.events.job import Job, Model
 from megatron_resihp.events.workers import NodeLeft, WorkerDead, WorkersLeft, WorkerWaiting
+from megatron_resihp.protocol.logs import LogsWanted
 from megatron_resihp.protocol.messages import NodeReport, WordOfAgent
-from megatron_resihp.protocol.published import EmergencyCheckpointOrder, EpochPlan, Go
+from megatron_resihp.protocol.notices import ABOUT_AN_EPOCH, LAST_HOLDS
+from megatron_resihp.protocol.published import EpochPlan, Go
 
 _FACTS: Final = (Job, Model, WorkerWaiting, WorkerDead, WorkersLeft, NodeLeft)
 """Events that planner and detector need; of the starts of epochs, the last one."""
@@ -33,7 +35,7 @@ class Handover:
 
     Attributes:
         began_at: Unix time of the first step; None: there was none.
-        published: in its order, but for plans that nobody needs any more (see `Bulletin`).
+        published: in its order, but for what nobody needs any more (see `Bulletin`).
         facts: what planner and detector have been told since the run began.
         last: what was to be logged last. It may not have been: a coordinator decides before it logs.
         end: of the job, if it has ended.
@@ -68,7 +70,7 @@ class Handover:
         self.last = tuple(stamped(action.event, step.now, epoch) for action in actions if isinstance(action, Log))
         for action in actions:
             if isinstance(action, Go):
-                self._begin(action.epoch)
+                self._begin()
             if isinstance(action, PUBLISHED):
                 self.published.append(action)
             elif isinstance(action, End):
@@ -77,16 +79,24 @@ class Handover:
             self.facts = [event for event in self.facts if not isinstance(event, EpochStarted)]
         self.facts += [event for event in self.last if isinstance(event, (*_FACTS, EpochStarted))]
 
-    def _begin(self, epoch: int) -> None:
-        """An epoch begins. Nobody needs plans from before the last one any more, but workers that join the first."""
-        before = max((each.epoch for each in self.published if isinstance(each, Go)), default=0)
-
-        def is_needed(each: Published) -> bool:
-            return not isinstance(each, (EpochPlan, EmergencyCheckpointOrder, Go)) or each.epoch >= before or (
-                isinstance(each, EpochPlan) and each.epoch == 0
-            )  # fmt: skip
-
-        self.published = [each for each in self.published if is_needed(each)]
+    def _begin(self) -> None:
+        """An epoch begins: nobody needs what was published before the last one began, but for some."""
+        begun = [place for place, each in enumerate(self.published) if isinstance(each, Go)]
+        if begun:
+            before, since = self.published[: begun[-1]], self.published[begun[-1] :]
+            self.published = [*(each for each in before if self._holds(each)), *since]
         self.letters.append([])
         while len(self.letters) > EPOCHS and sum(map(len, self.letters[1:])) >= LETTERS_KEPT:
             del self.letters[0]
+
+    def _holds(self, each: Published) -> bool:
+        """Whether something from before the last epoch means anything yet."""
+        match each:
+            case EpochPlan():
+                return each.epoch == 0  # in which workers that join start
+            case Notify(notice) if isinstance(notice, LAST_HOLDS):
+                notices = (other.notice for other in self.published if isinstance(other, Notify))
+                return [other for other in notices if type(other) is type(notice)][-1] is notice
+            case Notify(notice):
+                return not isinstance(notice, ABOUT_AN_EPOCH)
+        return isinstance(each, LogsWanted)

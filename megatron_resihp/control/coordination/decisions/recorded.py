@@ -12,6 +12,7 @@ from typing import Final, Self
 
 from megatron_resihp.control.coordination.actions import Action, Limits, Phase
 from megatron_resihp.control.coordination.decisions.entries import (
+    ENTRIES,
     Began,
     CoordinatorFailed,
     Fed,
@@ -157,13 +158,20 @@ class Recorded:
         return self.state.phase is Phase.RUNNING and self.state.changes.under_way is None
 
     def snapshot(self) -> str:
-        """A line that may stand for all that were written so far."""
+        """A line that may stand for all that were written so far.
+
+        Raises:
+            MalformedError: it could not be read back.
+        """
         self.write_down()
         told = self._handover
-        return line_of(Snapshot(
+        line = line_of(Snapshot(
             self._began, self._number, self._noted_at, plain_state(self.state), told.began_at, tuple(told.published),
             tuple(told.facts), told.last, tuple(map(tuple, told.letters)), tuple(told.from_agents),
         ))  # fmt: skip
+        # What it stands for is deleted.
+        ENTRIES.read(line)
+        return line
 
     def _after_time(self, fed: Fed, now: float, letter: str | None = None, said: str = "") -> list[Action]:
         over = self._take_time(now) if self._passed_s else []

@@ -115,7 +115,7 @@ class WorkerMessages:
     def _on_joining(self, message: JoinRequest, now: float) -> list[Action]:
         """A worker that was not there at the start is ready for a place in a plan; it holds nothing."""
         state, worker = self._state, message.worker
-        if worker in state.dead or worker in state.living:
+        if worker in state.dead or worker in state.living or worker in state.joining.waiting:
             return []
         if _sizes_in(message.job, state.job.size) != (state.job.shape, state.job.own):
             reason = "was started with other sizes than the job"

@@ -75,3 +75,17 @@ def test_what_is_being_submitted_at_the_end_is_cancelled_too(tmp_path: Path) -> 
     """The batch script ends the watch, which has not seen yet that the job is over."""
     _, asked = watch(tmp_path, [1, 3], "echo PENDING", f"kill -s TERM $(< {tmp_path}/pid); echo 40")
     assert asked == [submitted(1), "scancel --quiet --state=PENDING 40"]
+
+
+def test_no_other_job_is_cancelled_where_none_could_be_noted(tmp_path: Path) -> None:
+    """The disk was full. Without ids scancel takes all jobs of the user that wait."""
+    scancel = tmp_path / "scancel"
+    scancel.write_text(f'#!/usr/bin/env bash\necho "scancel $*" >> {tmp_path}/asked\n')
+    scancel.chmod(0o755)
+    (tmp_path / "asked").touch()
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    for noted, asked in (("", ""), ("40\n\n41;x\n", "scancel --quiet --state=PENDING 40\n")):
+        (tmp_path / "replacements").write_text(noted)
+        subprocess.run(["bash", str(SCRIPT), str(tmp_path), "cancel"], env=environment, check=True, timeout=30.0)
+        assert (tmp_path / "asked").read_text() == asked
+        assert not (tmp_path / "replacements").exists()

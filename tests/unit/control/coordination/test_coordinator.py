@@ -331,14 +331,17 @@ def test_what_the_planner_raised_needs_no_planner_to_be_replayed(error: Exceptio
 
 
 def test_events_that_a_coordinator_before_has_written_are_not_written_again() -> None:
+    """That they are done still counts. What is told for the first time is written in any case."""
     step = {"event": "iteration", "time": 1.0, "epoch": 0, "worker": 1, "tokens": 1.0}
-    told = [EventsReported(1, ({**step, "iteration": number},)) for number in (6, 7)]
+    told = [EventsReported(1, ({**step, "iteration": number},), again) for number, again in ((6, True), (7, False))]
     *trained, death = trained_until_a_death()
+    decisions: list[Entry] = []
     events = ends_after(
-        Played(*trained, *told, death, END), code=exit_codes.FAILED,
-        is_logged=lambda event: isinstance(event, Iteration) and event.iteration == 6,
+        Played(*trained, *told, death, END), code=exit_codes.FAILED, write_decision=keep(decisions),
+        is_logged=lambda event: isinstance(event, Iteration),
     )  # fmt: skip
     assert [event.iteration for event in events if isinstance(event, Iteration)] == [7]
+    assert replay(decisions).state.job.reached == 7
 
 
 def test_pages_and_iterations_are_told_by_what_comes_after_them() -> None:

@@ -35,7 +35,7 @@ from megatron_resihp.protocol.messages import (
     Survivor,
     SurvivorReport,
 )
-from megatron_resihp.protocol.notices import NOTICES, EpochIsBroken, SaveOrder
+from megatron_resihp.protocol.notices import NOTICES, EpochIsBroken, NoticesForgotten, PlanChange, SaveOrder
 from megatron_resihp.protocol.published import END, EpochPlan, Go
 from megatron_resihp.protocol.records import IterationPhase, Record
 from megatron_resihp.protocol.wire import Letter
@@ -101,8 +101,16 @@ def shortened(entries: Sequence[Entry], by: int) -> list[Entry]:
     return [snapshot, *entries[by:]]
 
 
-def published(store: Played) -> dict[str, str]:
-    return {key: text for key, text in store.values.items() if key != keys.END}
+def published(store: Played) -> tuple[dict[str, str], list[str]]:
+    """What a process finds that comes now: by key, and the notices in their order."""
+    values = {key: text for key, text in store.values.items() if key not in (keys.END, keys.FORGOTTEN)}
+    notices = list[str]()
+    number = 0
+    while (text := values.pop(keys.notice_key(number), None)) is not None:
+        notice = NOTICES.read(text).body
+        number = notice.next if isinstance(notice, NoticesForgotten) else number + 1
+        notices += [] if isinstance(notice, NoticesForgotten) else [text]
+    return {key: text for key, text in values.items() if not key.startswith("notice/")}, notices
 
 
 def lost_at() -> Iterator[int]:
@@ -139,7 +147,8 @@ def test_what_is_handed_over_does_not_grow_with_the_number_of_epochs() -> None:
     plan = ParallelPlan((Replica(((0,),), (0,)),))
     sizes = []
     for epoch in range(40):
-        for action in (EpochPlan(epoch, plan, None), Notify(SaveOrder(epoch + 1)), Go(epoch, ())):
+        change = Notify(PlanChange(epoch + 1, epoch, plan))
+        for action in (EpochPlan(epoch, plan, None), Notify(SaveOrder(epoch + 1)), change, Go(epoch, ())):
             letter += 1
             handover.note(Step(letter, 1.0, TakenOver("it"), f"letter {letter}"), [action], epoch)
         for _ in range(LETTERS_KEPT // 2):
@@ -148,7 +157,9 @@ def test_what_is_handed_over_does_not_grow_with_the_number_of_epochs() -> None:
         sizes.append(sum(map(len, handover.letters)))
     plans = [each.epoch for each in handover.published if isinstance(each, EpochPlan)]
     gos = [each.epoch for each in handover.published if isinstance(each, Go)]
-    assert (plans, gos) == ([0, 38, 39], [38, 39])
+    notices = [each.notice for each in handover.published if isinstance(each, Notify)]
+    assert (plans, gos) == ([0, 39], [38, 39])
+    assert notices == [SaveOrder(40), PlanChange(40, 39, plan)]
     assert f"letter {letter - LETTERS_KEPT + 1}" in frozenset().union(*handover.letters) and sizes[-1] == sizes[10]
 
 

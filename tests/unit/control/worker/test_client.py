@@ -338,4 +338,4 @@ def test_events_that_a_lost_coordinator_may_not_have_written_are_told_to_the_nex
     channel.heard_of_all()
     now[0] += 10.0
     store.lose()
-    assert store.told[-1] == [EventsReported(1, ({"number": number},)) for number in (2, 3)]
+    assert store.told[-1] == [EventsReported(1, ({"number": number},), again=True) for number in (2, 3)]
