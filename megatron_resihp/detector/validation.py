@@ -17,7 +17,8 @@ from megatron_resihp.protocol.notices import MatrixProduct
 LEAST_SHARE: Final = 0.5
 """Least share of the suspected slowdown (as log ratio) that a culprit shows in a micro-benchmark."""
 DEVICES_DIFFER: Final = 0.05
-"""Log ratio of the times of two healthy devices that must not name anyone."""
+"""Log ratio of the times of two healthy devices that must not name anyone. A suspicion below twice this is too small to
+be told from such a difference, so it takes twice this to name anyone."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,11 @@ def products(suspicions: Sequence[Suspicion], gemm_shapes: Sequence[tuple[int, i
 def culprits(suspicion: Suspicion, seconds: Mapping[int, Sequence[float]]) -> dict[int, float]:
     """The suspects that are slow, with their speeds p.
 
-    A worker's time is the median of its repeats. It is compared with the fastest suspect's, as rarely all are slow. A
-    suspect that shows less than half of the suspected slowdown is a victim. If all look alike, all of them are slow or
-    none is. Then the reference decides, but only about all of them: two healthy devices are not equally fast. An idle
-    worker is compared with its reference. If it was not measured, it stays slow.
+    A worker's time is the median of its repeats. It is compared with the fastest suspect's, as rarely all are slow, and
+    with the reference's, since the fastest of several healthy devices is fast by chance. A suspect that shows less than
+    half of the suspected slowdown is a victim. If all look alike, all of them are slow or none is. Then the reference
+    decides, but only about all of them: two healthy devices are not equally fast. An idle worker is compared with
+    whoever measured beside it. If it was not measured, it stays slow.
 
     Args:
         suspicion: what to decide.
@@ -77,13 +79,18 @@ def culprits(suspicion: Suspicion, seconds: Mapping[int, Sequence[float]]) -> di
     suspects = {worker: time for worker, time in medians.items() if worker in suspicion.workers}
     if not suspects:
         return {}
-    needed = -LEAST_SHARE * float(np.log1p(-suspicion.slowdown))
+    suspected = -float(np.log1p(-suspicion.slowdown))
+    if suspicion.idle:
+        return _slower(suspects, min(medians.values()), LEAST_SHARE * suspected)
+    reference = medians.get(suspicion.reference) if suspicion.reference is not None else None
+    needed = LEAST_SHARE * suspected if suspected >= 2 * DEVICES_DIFFER else 2 * DEVICES_DIFFER
     found = _slower(suspects, min(suspects.values()), needed)
-    usual = medians.get(suspicion.reference) if suspicion.reference is not None else None
-    if found or usual is None:
+    if reference is None:
         return found
-    found = _slower(suspects, usual, needed if suspicion.idle else max(needed, DEVICES_DIFFER))
-    return found if len(found) == len(suspicion.workers) else {}
+    slow = _slower(suspects, reference, needed)
+    if found:
+        return {worker: speed for worker, speed in found.items() if worker in slow}
+    return slow if len(slow) == len(suspicion.workers) else {}
 
 
 def _slower(seconds: Mapping[int, float], usual: float, needed: float) -> dict[int, float]:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -50,6 +52,17 @@ def test_nothing_else_is_asked_meanwhile_and_the_same_not_soon_again(inquiries: 
     assert order is not None and order.gemms[0].workers == (2, 3)
     inquiries.drop()
     assert inquiries.ask([PAIR], EPOCH, 100 + PAUSE) is not None
+
+
+def test_suspects_of_whom_nobody_is_named_are_asked_less_and_less_often(inquiries: Inquiries) -> None:
+    asked = []
+    for iteration in range(1000):
+        if order := inquiries.ask([PAIR], EPOCH, iteration):
+            asked.append(iteration)
+            assert [inquiries.answer(order.number, worker, FAST) for worker in (0, 1)][-1] == [(PAIR, {})]
+    assert np.diff(asked).tolist() == [PAUSE, 2 * PAUSE, 4 * PAUSE, 8 * PAUSE]
+    worse = replace(PAIR, slowdown=0.6, since=900)
+    assert inquiries.ask([worse], EPOCH, 1000) is not None, "it is asked about a change soon"
 
 
 def test_answers_to_what_is_over_mean_nothing(inquiries: Inquiries) -> None:
