@@ -72,7 +72,9 @@ class LevelChange:
     faded: bool = False
 
 
-def recovery(series: Series, first_excess: float, noise: UnitNoise, smallest: float) -> LevelChange | None:
+def recovery(
+    series: Series, first_excess: float, noise: UnitNoise, smallest: float, healthy: UnitNoise
+) -> LevelChange | None:
     """Likelihood ratio test of "level 0 by now" against "one level all the time", on the newest and earlier residuals.
 
     The earlier level is estimated. From few residuals it is uncertain, and too high where luck helped to find it.
@@ -80,7 +82,9 @@ def recovery(series: Series, first_excess: float, noise: UnitNoise, smallest: fl
 
     Args:
         first_excess: the level when it was found; used while there are few residuals.
+        noise: of the unit while it is slow.
         smallest: smallest slowdown to report, log of the ratio of times.
+        healthy: noise of the unit while it is not.
     """
     for window in (n for n in (*RUNS, *MEANS) if n < series.size):
         rest = series[window:]
@@ -94,23 +98,31 @@ def recovery(series: Series, first_excess: float, noise: UnitNoise, smallest: fl
             still_slow = np.median(series[:window]) > max(smallest, before / 4)
             change = Change.SEVERITY if still_slow else Change.RECOVERY
             return LevelChange(change, window, rows_since(series - before, window, noise.clip))
-    error = np.sqrt(noise.variance / LONGEST + noise.drift)
+    error = healthy.error(LONGEST)
     if series.size == LONGEST and mean_of(series, noise) + RECOVERED * error < smallest:
         return LevelChange(Change.RECOVERY, LONGEST, LONGEST, faded=True)
     return None
 
 
-def severity(series: Series, noise: UnitNoise, smallest: float) -> LevelChange | None:
-    """Whether the newest residuals have another mean than earlier ones, by much and significantly."""
+def severity(series: Series, told: float, noise: UnitNoise, smallest: float) -> LevelChange | None:
+    """Whether the newest residuals have another mean than earlier ones, or than was told, by much and significantly.
+
+    Args:
+        told: the level that others know of.
+        noise: of the unit while it is slow.
+        smallest: smallest slowdown to report, log of the ratio of times.
+    """
     window = SEVERITY_WINDOW
     if series.size < 2 * window:
         return None
-    before, now = mean_of(series[window:], noise), mean_of(series[:window], noise)
-    error = np.sqrt(noise.variance / window + noise.variance / (series.size - window) + noise.drift)
+    now = mean_of(series[:window], noise)
     z = np.sqrt(2 * np.log(RECOVERY_ODDS))
-    if abs(now - before) <= max(SMALLEST_SEVERITY, z * error) or now <= smallest:
-        return None
-    return LevelChange(Change.SEVERITY, window, rows_since(series - before, window, noise.clip))
+    earlier = ((mean_of(series[window:], noise), series.size - window), (told, RUNS[0]))
+    for before, count in earlier:
+        error = np.sqrt(noise.variance / window + noise.variance / count + noise.drift)
+        if abs(now - before) > max(SMALLEST_SEVERITY, z * error) and now > smallest:
+            return LevelChange(Change.SEVERITY, window, rows_since(series - before, window, noise.clip))
+    return None
 
 
 def rows_since(series: Series, window: int, clip: float) -> int:

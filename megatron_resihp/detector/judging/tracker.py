@@ -13,11 +13,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_resihp.detector.judging.faster import SETTLED
-from megatron_resihp.detector.judging.level_tests import mean_of, noise_of, recovery, rows_since, severity
+from megatron_resihp.detector.judging.level_tests import (
+    LevelChange,
+    UnitNoise,
+    mean_of,
+    noise_of,
+    recovery,
+    rows_since,
+    severity,
+)
 from megatron_resihp.detector.judging.levels import column_medians
 from megatron_resihp.detector.judging.noise import FAR, KnownNoise, Noise
 from megatron_resihp.detector.judging.recent import RecentResiduals
 from megatron_resihp.detector.judging.sequential import LONGEST, MEANS, REFRESH, OnsetLimits, crossing
+from megatron_resihp.detector.judging.spells import Spells
 from megatron_resihp.detector.judging.unit_levels import JOB, NODE, Known, UnitLevels
 from megatron_resihp.detector.series.alone import Alone
 from megatron_resihp.detector.series.follower import Step
@@ -85,6 +94,7 @@ class Tracker:
         self._group, self._smallest = group, smallest
         self.levels = UnitLevels(level, slow, int(iterations[0]), smallest)
         self._recent = RecentResiduals(group.size)
+        self._spells = Spells(group.size)
         centred = np.stack([self.levels.centred(row, group) for row in history])
         offset = column_medians(centred)
         self.noise = Noise(centred - offset, CLIP_SHARE * smallest, known)
@@ -148,7 +158,7 @@ class Tracker:
 
     def state(self, unit: int, since: int) -> Finding:
         """The present state of a slow unit, as a new finding."""
-        noise, count = noise_of(self.noise, JOB, unit), int(self._recent.count[JOB, unit])
+        noise, count = self._slow_noise(unit), int(self._recent.count[JOB, unit])
         excess = float(self.levels.excess[unit])
         return Finding(unit, Change.ONSET, excess, noise.error(count), since, 0, noise.deviation)
 
@@ -176,6 +186,7 @@ class Tracker:
         self._alone.move(source)
         self._group = group
         self._recent.move(source)
+        self._spells.move(source)
         new = self.levels.move(source, returning, level, slow, int(iterations[0]))
         if empty:
             centred = np.stack([self.levels.centred(row, group) for row in history])
@@ -237,26 +248,37 @@ class Tracker:
     def _changes(self, candidates: NDArray[np.bool_]) -> list[Finding]:
         findings = []
         for unit in map(int, np.flatnonzero(candidates)):
-            noise = noise_of(self.noise, JOB, unit)
             series = self._recent.series(JOB, unit) - self.levels.offset[JOB, unit]
-            first_excess = float(self.levels.first_excess[unit])
-            found = recovery(series, first_excess, noise, self._smallest) or severity(series, noise, self._smallest)
+            self._spells.see(unit, series, noise_of(self.noise, JOB, unit))
+            found = self._change(unit, series)
             if found is None:
-                self.levels.excess[unit] = mean_of(series, noise)
+                self.levels.excess[unit] = mean_of(series, self._slow_noise(unit))
                 continue
             since = self._recent.iteration(JOB, unit, found.rows)
             if found.change is Change.RECOVERY and not found.faded:
                 self._onset.remember_transient(since - int(self.levels.began[unit]))
             findings.append(self._begin(unit, found.change, since, found.window))
+            if found.faded:
+                self._recent.keep(unit, 0)  # an onset among them would contradict this
         return findings
+
+    def _change(self, unit: int, series: NDArray[np.float64]) -> LevelChange | None:
+        told, noise = float(self.levels.first_excess[unit]), self._slow_noise(unit)
+        found = recovery(series, told, noise, self._smallest, noise_of(self.noise, JOB, unit))
+        found = found or severity(series, told, noise, self._smallest)
+        return found if found and self._spells.may_tell(unit, found) else None
+
+    def _slow_noise(self, unit: int) -> UnitNoise:
+        return self._spells.noise(unit, noise_of(self.noise, JOB, unit))
 
     def _begin(self, unit: int, change: Change, since: int, window: int = 0) -> Finding:
         """Give the unit another level from `since` on, and forget earlier residuals."""
         self._recent.forget_before(unit, since)
+        self._spells.told(unit, change)
         levels = self.levels
         levels.slow[unit], levels.began[unit] = change is not Change.RECOVERY, since
         series = self._recent.series(JOB, unit) - levels.offset[JOB, unit]
-        excess = mean_of(series, noise_of(self.noise, JOB, unit)) if levels.slow[unit] and series.size else 0.0
+        excess = mean_of(series, self._slow_noise(unit)) if levels.slow[unit] and series.size else 0.0
         levels.excess[unit] = levels.first_excess[unit] = excess
         return replace(self.state(unit, since), change=change, window=window)
 

@@ -80,6 +80,61 @@ def test_new_severity_is_told(small_job, slow_from):
     assert abs(monitor.speed(3) - 0.63) < 0.02
 
 
+def correlated(deviation, memory, first, seed=0):
+    """An AR(1) process from an iteration on, which is remembered for `memory` iterations."""
+    share = np.exp(-1 / memory)
+    swings = deviation * np.random.default_rng(seed).standard_normal(2000)
+    for number in range(1, swings.size):
+        swings[number] = share * swings[number - 1] + np.sqrt(1 - share**2) * swings[number]
+    return lambda iteration: swings[iteration - first]
+
+
+@pytest.mark.parametrize(("speed", "jitter"), [(0.9, 0.05), (0.7, 0.05), (0.7, 0.1), (0.5, 0.15)])
+@pytest.mark.parametrize("memory", [0.1, 4.5])
+def test_a_device_that_is_unevenly_slow_is_told_once(small_job, speed, jitter, memory):
+    swings = correlated(jitter, memory, 60)
+
+    def uneven(iteration):
+        return min(1.0, speed / (1 + swings(iteration))) if iteration >= 60 else 1.0
+
+    monitor, verdicts = watch(small_job({5: uneven}), 500)
+    assert verdicts[0].change is Change.ONSET and {each.workers for each in verdicts} == {(5,)}
+    assert [each.change for each in verdicts].count(Change.RECOVERY) <= 1 and len(verdicts) <= 4
+    assert abs(monitor.speed(5) - speed) < 0.05 + jitter / 2
+
+
+def test_a_device_that_is_slow_in_every_other_iteration_is_slow_by_its_mean(small_job):
+    monitor, verdicts = watch(small_job({5: lambda n: 1 / 1.5 if n >= 60 and n % 2 else 1.0}), 500)
+    assert verdicts[0].change is Change.ONSET and len(verdicts) <= 7
+    assert abs(monitor.speed(5) - 1 / 1.25) < 0.03
+
+
+def test_a_device_that_was_unevenly_slow_recovers(small_job):
+    swings = correlated(0.05, 4.5, 60)
+    monitor, verdicts = watch(small_job({5: lambda n: 0.7 / (1 + swings(n)) if 60 <= n < 300 else 1.0}), 340)
+    assert verdicts[-1].change is Change.RECOVERY and monitor.speed(5) == 1.0
+    assert 300 <= verdicts[-1].iteration <= 336
+
+
+def test_a_stall_while_slow_delays_no_recovery(small_job, slow_from):
+    def speed(iteration):
+        return 0.3 if iteration == 100 else slow_from(60, 0.8, 140)(iteration)
+
+    _, verdicts = watch(small_job({5: speed}), 160)
+    assert [each.change for each in verdicts] == [Change.ONSET, Change.RECOVERY]
+    assert verdicts[-1].iteration <= 150
+
+
+def test_severities_are_far_apart_and_the_last_one_is_told(small_job):
+    def speed(iteration):
+        return float(np.interp(iteration, [59, 60, 90, 150], [1.0, 0.9, 0.9, 0.45]))
+
+    monitor, verdicts = watch(small_job({5: speed}), 300)
+    severities = [each for each in verdicts if each.change is Change.SEVERITY]
+    assert (np.diff([each.iteration for each in severities]) >= 32).all()
+    assert abs(severities[-1].speed - 0.45) < 0.03 and abs(monitor.speed(5) - 0.45) < 0.02
+
+
 def test_a_stall_of_one_iteration_is_no_alarm(small_job, slow_from):
     _, verdicts = watch(small_job({3: slow_from(60, 0.3, 61), 6: slow_from(80, 0.4, 81)}), 120)
     assert verdicts == []
