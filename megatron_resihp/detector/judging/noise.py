@@ -3,7 +3,8 @@
 
 A healthy residual is modelled as e + d: e is independent from iteration to iteration, d drifts slowly. The variogram
 V(k) = ½ E (r(t+k) − r(t))² separates the two without the mean: V(1) ≈ var e, and V(k) − V(1) ≈ the drift's addition in
-k iterations (Cressie, Statistics for Spatial Data, section 2.4). The tail of e is the tail seen, not a formula: heavy
+k iterations (Cressie, Statistics for Spatial Data, section 2.4). Residuals that go up and down by turns look steady at
+a lag of their period, so V(k) is taken at lags with no period in common, and the one that shows most counts. The tail of e is the tail seen, not a formula: heavy
 tails and stalls raise the thresholds by themselves.
 
 Arrays are [families, units]; see `tracker` for families.
@@ -15,8 +16,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-FAR: Final = 24
-"""Iterations over which drift is measured."""
+FAR: Final = (17, 24, 31)
+"""Iterations over which drift is measured. No cycle's period divides two of them."""
 HORIZON: Final = 60
 """Average iterations between the residuals that tell a level and those judged by it."""
 MEMORY: Final = 300.0
@@ -25,8 +26,8 @@ SHRINKAGE: Final = 30.0
 """Number of residuals that the pooled variance of all units counts as, beside a unit's own."""
 CLIP: Final = 3.0
 """Standard deviations at which residuals are clipped."""
-SIGNIFICANT: Final = 1.5
-"""Standard errors that V(FAR) − V(1) must exceed to count as drift."""
+SIGNIFICANT: Final = 1.6
+"""Standard errors that V(k) − V(1) must exceed for k in FAR to count as drift."""
 _BIN, _BINS = 0.05, 400
 EARLIER_RUN: Final = 50.0
 """Residuals that an earlier run's estimate of a unit counts as, like a warm-up; the devices may differ."""
@@ -42,8 +43,9 @@ class KnownNoise:
     """Learned noise of some units, for another run.
 
     Attributes:
-        near, far: [families, units] the variogram at lags 1 and FAR.
-        weight, far_weight: [families, units] pairs of residuals behind them.
+        near: [families, units] the variogram at lag 1.
+        far: [lags, families, units] the variogram at each lag of FAR.
+        weight, far_weight: pairs of residuals behind them; the same axes.
         tail: [families, bins] histogram of standardised residuals by size.
         transient: iterations of the longest slowdown that ended by itself and must not alarm.
     """
@@ -59,7 +61,8 @@ class KnownNoise:
     def shape_is_sound(self) -> bool:
         """Whether the arrays fit each other and hold possible values."""
         arrays = (self.near, self.far, self.weight, self.far_weight, self.tail)
-        alike = self.near.ndim == 2 and all(each.shape == self.near.shape for each in arrays[:-1])
+        alike = self.near.ndim == 2 and self.weight.shape == self.near.shape
+        alike = alike and self.far.shape == self.far_weight.shape == (len(FAR), *self.near.shape)
         sized = alike and self.tail.shape == (self.near.shape[0], _BINS + 1)
         return sized and all(bool((np.isfinite(each) & (each >= 0)).all()) for each in arrays)
 
@@ -72,15 +75,15 @@ class KnownNoise:
             return None
         weight = self.weight[:, source]
         known = (source >= 0) & (weight > 0)
-        near, far = (np.where(known, values[:, source], self._usual(values)) for values in (self.near, self.far))
+        near, far = (np.where(known, values[..., source], self._usual(values)) for values in (self.near, self.far))
         weight, far_weight = (
-            np.where(known, np.minimum(each, EARLIER_RUN), EARLIER_RUN) for each in (weight, self.far_weight[:, source])
+            np.where(known, np.minimum(each, EARLIER_RUN), EARLIER_RUN) for each in (weight, self.far_weight[..., source])
         )
         return KnownNoise(near, far, weight, far_weight, self.tail, self.transient)
 
     def _usual(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         usual = _pooled(values, self.weight)
-        return np.where(self.weight.any(axis=1, keepdims=True), usual, usual.max())
+        return np.where(self.weight.any(axis=1, keepdims=True), usual, usual.max(axis=-2, keepdims=True))
 
 
 class Noise:
@@ -97,11 +100,11 @@ class Noise:
         self._smallest_clip = smallest_clip
         spread = np.nan_to_num(1.4826 * _median(np.abs(warm_up)))
         self.clip = np.maximum(smallest_clip, CLIP * np.maximum(spread, _pooled(spread)))
-        near, far = (_half_squares(warm_up, lag, self.clip) for lag in (1, FAR))
-        self._weight, self._far_weight = (
-            np.minimum((~np.isnan(each)).sum(axis=0).astype(np.float64), MEMORY) for each in (near, far)
-        )
-        self._near, self._far = (np.nan_to_num(np.nanmean(_or_nan(each), axis=0)) for each in (near, far))
+        half_squares = [_half_squares(warm_up, lag, self.clip) for lag in (1, *FAR)]
+        counts = np.array([(~np.isnan(each)).sum(axis=0) for each in half_squares], dtype=np.float64)
+        means = np.array([np.nan_to_num(np.nanmean(_or_nan(each), axis=0)) for each in half_squares])
+        self._weight, self._far_weight = np.minimum(counts[0], MEMORY), np.minimum(counts[1:], MEMORY)
+        self._near, self._far = means[0], means[1:]
         self._tail = np.zeros((warm_up.shape[1], _BINS + 1))
         self._of_level, self._worth = self._weight.copy(), 1.0
         """Residuals that tell a unit's level, and the number that each further one counts as."""
@@ -123,18 +126,23 @@ class Noise:
         earlier: NDArray[np.float64],
         both_healthy: NDArray[np.bool_],
     ) -> None:
-        """Take in residuals, [iterations, families, units], those one iteration later, and those FAR iterations
-        earlier.
+        """Take in residuals, [iterations, families, units], and those one iteration later.
 
         All are too old to be part of a fault that has not been found yet.
+
+        Args:
+            residuals, following, healthy: the residuals, the later ones, and which are healthy.
+            earlier, both_healthy: [lags, iterations, families, units] those of each lag of FAR earlier, and which pairs
+                are healthy.
         """
         count = healthy.sum(axis=0)
         step = 1.0 / (np.minimum(self._weight, MEMORY) + np.maximum(count, 1))
         first, second, third = (np.clip(each, -self.clip, self.clip) for each in (residuals, following, earlier))
         self._near = self._near + step * np.where(healthy, (second - first) ** 2 / 2 - self._near, 0.0).sum(axis=0)
-        self._far = self._far + step * np.where(both_healthy, (first - third) ** 2 / 2 - self._far, 0.0).sum(axis=0)
+        change = np.where(both_healthy, (first - third) ** 2 / 2 - self._far[:, None], 0.0)
+        self._far = self._far + step * change.sum(axis=1)
         self._weight = self._weight + count
-        self._far_weight = self._far_weight + both_healthy.sum(axis=0)
+        self._far_weight = self._far_weight + both_healthy.sum(axis=1)
         self._of_level = self._of_level + self._worth * count
         self._count(residuals, healthy)
         self._refresh()
@@ -144,11 +152,11 @@ class Noise:
         known = source >= 0
         pooled = [_pooled(values, self._weight) for values in (self._near, self._far)]
         self._near, self._far = (
-            np.where(known, values[:, source], mean)
+            np.where(known, values[..., source], mean)
             for values, mean in zip((self._near, self._far), pooled, strict=True)
         )
         self._weight, self._far_weight, self._of_level = (
-            np.where(known, values[:, source], 0.0) for values in (self._weight, self._far_weight, self._of_level)
+            np.where(known, values[..., source], 0.0) for values in (self._weight, self._far_weight, self._of_level)
         )
         self._refresh()
 
@@ -161,15 +169,16 @@ class Noise:
         own = self._weight / (self._weight + SHRINKAGE)
         # A unit may be noisier than the others; if it seems quieter, that is more often luck.
         self.variance = np.maximum(own * self._near + (1 - own) * near, near) + 1e-12
-        # A random walk through V(FAR) is an upper bound on the growth of an AR(1) drift. The possible sampling error of
-        # V(FAR) − V(1) does not count as drift: each ½ D² has variance 2 V², and half as much again for pairs that
-        # share a residual. There are fewer pairs at lag FAR than at lag 1.
+        # A random walk through V(k) is an upper bound on the growth of an AR(1) drift. The possible sampling error of
+        # V(k) − V(1) does not count as drift: each ½ D² has variance 2 V², and half as much again for pairs that share
+        # a residual. There are fewer pairs at a far lag than at lag 1.
         pairs, far_pairs = (
-            np.maximum(each.clip(max=MEMORY).sum(axis=1, keepdims=True), 1.0)
+            np.maximum(each.clip(max=MEMORY).sum(axis=-1, keepdims=True), 1.0)
             for each in (self._weight, self._far_weight)
         )
         chance = SIGNIFICANT * near * np.sqrt(3.0 / pairs + 3.0 / far_pairs)
-        growth = np.maximum(far - near - chance, 0.0) * HORIZON / FAR
+        lags = np.array(FAR)[:, None, None]
+        growth = (np.maximum(far - near - chance, 0.0) * HORIZON / lags).max(axis=0)
         self.drift = growth + self.variance / np.maximum(self._of_level.clip(max=MEMORY), 1.0)
         self.clip = np.maximum(self._smallest_clip, CLIP * np.sqrt(self.variance + self.drift))
 
@@ -214,8 +223,8 @@ def _or_nan(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _pooled(values: NDArray[np.float64], weight: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
-    """[families, 1] weighted mean over units; a plain mean in families without any weight."""
-    weight = np.ones_like(values) if weight is None else weight
+    """[…, families, 1] weighted mean over units; a plain mean in families without any weight, [families, units]."""
+    weight = np.ones(values.shape[-2:]) if weight is None else weight
     weight = np.where(weight.any(axis=1, keepdims=True), weight, 1.0)
     total = weight.sum(axis=1, keepdims=True)
-    return (values * weight).sum(axis=1, keepdims=True) / np.where(total > 0, total, 1.0)
+    return (values * weight).sum(axis=-1, keepdims=True) / np.where(total > 0, total, 1.0)

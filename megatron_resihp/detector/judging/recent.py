@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from megatron_resihp.detector.judging.noise import FAR
 from megatron_resihp.detector.judging.sequential import FAMILIES, LONGEST, REFRESH
 
-KEPT: Final = LONGEST + REFRESH + FAR
+KEPT: Final = LONGEST + REFRESH + max(FAR)
 
 
 class RecentResiduals:
@@ -61,12 +61,13 @@ class RecentResiduals:
         """Which residuals have become too old for any test and were not taken before.
 
         Returns:
-            [REFRESH, families, units] for rows from LONGEST on, and for which of them one FAR rows older is known.
+            [REFRESH, families, units] for rows from LONGEST on, and [lags, REFRESH, families, units] for which of them
+            one as many rows older as each lag of FAR is known.
         """
         row = np.arange(REFRESH)[:, None, None]
         old = (row < self._unlearned) & (row + LONGEST < self.count)
         self._unlearned[:] = 0
-        return old, row + LONGEST + FAR < self.count
+        return old, np.stack([row + LONGEST + lag < self.count for lag in FAR])
 
     def valid(self) -> NDArray[np.bool_]:
         """[KEPT, families, units] whether a residual came since the unit's level last changed."""

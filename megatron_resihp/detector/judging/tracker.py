@@ -218,10 +218,10 @@ class Tracker:
         levels = self.levels
         known = old & ~levels.slow & (levels.faster.steady == SETTLED)
         usual = levels.offset + levels.faster_than_job()
-        oldest, following, earlier = (
-            self._recent.values[LONGEST + lag : LONGEST + lag + REFRESH] - usual for lag in (0, -1, FAR)
+        oldest, following, *earlier = (
+            self._recent.values[LONGEST + lag : LONGEST + lag + REFRESH] - usual for lag in (0, -1, *FAR)
         )
-        self.noise.learn(oldest, following, known, earlier, known & with_far)
+        self.noise.learn(oldest, following, known, np.stack(earlier), known & with_far)
         clipped = np.clip(oldest, -self.noise.clip, self.noise.clip)
         levels.drift(np.where(known, clipped, 0.0).sum(axis=0) / TRACKING)
 

@@ -71,6 +71,14 @@ def test_a_recovery_by_and_by_is_seen(small_job, iterations):
     assert {each.change for each in verdicts[1:-1]} <= {Change.SEVERITY} and monitor.speed(3) == 1.0
 
 
+@pytest.mark.parametrize("period", [24, 30])
+def test_a_device_that_is_slower_by_turns_from_the_start_raises_no_alarms(small_job, period):
+    job = small_job({5: lambda iteration: 1 / 1.1 if iteration % period < 8 else 1.0})
+    monitor = Monitor(job.layout, 0.01, 1000)
+    _, verdicts = watch(job, 300, monitor)
+    assert verdicts == []
+
+
 def test_new_severity_is_told(small_job, slow_from):
     def speed(iteration):
         return slow_from(60, 0.9)(iteration) * slow_from(90, 0.7)(iteration)
