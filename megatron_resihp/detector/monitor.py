@@ -17,7 +17,7 @@ from megatron_resihp.detector.input.observations import IterationObservations, L
 from megatron_resihp.detector.judging.expected import explains
 from megatron_resihp.detector.judging.judge import Judge
 from megatron_resihp.detector.judging.learned import Learned
-from megatron_resihp.detector.notices import Disturbances, Notice, data_stall
+from megatron_resihp.detector.notices import Disturbances, Notice, data_stall, work_of_a_stage
 from megatron_resihp.detector.settings import Settings
 from megatron_resihp.detector.validation import Suspicion
 from megatron_resihp.detector.verdict import Verdict
@@ -168,9 +168,7 @@ class Monitor:
         if not self.counters.accept(observations, self._layout, self._last):
             return []
         self._last = observations
-        notice = data_stall(observations, self._layout)
-        if notice:
-            self._notices = [*self._notices[-MOST_NOTICES + 1 :], notice]
+        self._note(data_stall(observations, self._layout))
         left_out = self._disturbances.see(observations)
         if self._to_skip > 0:
             self._to_skip -= 1
@@ -178,7 +176,14 @@ class Monitor:
         if self._to_learn > 0:
             return self._learn(without(observations, left_out))
         assert self._judge is not None
-        return self._judge.judge(observations, left_out)
+        verdicts = self._judge.judge(observations, left_out)
+        added, least = self._judge.work_added(), self._settings.smallest_slowdown
+        self._note(work_of_a_stage(observations, self._layout, added, least))
+        return verdicts
+
+    def _note(self, notice: Notice | None) -> None:
+        if notice:
+            self._notices = [*self._notices[-MOST_NOTICES + 1 :], notice]
 
     def _learn(self, observations: IterationObservations) -> list[Verdict]:
         self._learning.append(observations)

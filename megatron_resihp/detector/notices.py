@@ -2,6 +2,7 @@
 """Time that no device is to blame for: reported as information, never as a verdict. Imports numpy."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Final
 
 import numpy as np
@@ -21,12 +22,19 @@ STALL_SHARE: Final = 0.25
 """Share of the iteration above which a wait for data is reported as a stall."""
 
 
+class What(StrEnum):
+    """What takes the time."""
+
+    DATA = "data"
+    WORK_OF_A_STAGE = "work_of_a_stage"
+
+
 @dataclass(frozen=True)
 class Notice:
     """Information about lost time that is not a device's fault, such as a data-loader stall.
 
     Attributes:
-        what: the kind of span.
+        what: the cause.
         workers: the workers affected.
         seconds: the longest of their times.
         iteration: when it happened.
@@ -55,7 +63,26 @@ def data_stall(observations: IterationObservations, layout: Layout) -> Notice | 
     if not stalled.any():
         return None
     workers = tuple(map(int, layout.workers[stalled]))
-    return Notice(SpanKind.DATA, workers, float(seconds[stalled].max()), observations.iteration)
+    return Notice(What.DATA, workers, float(seconds[stalled].max()), observations.iteration)
+
+
+def work_of_a_stage(
+    observations: IterationObservations, layout: Layout, added: NDArray[np.float64], least: float
+) -> Notice | None:
+    """The time that more work in some stages took in this iteration, if there was any.
+
+    Args:
+        observations: of the iteration.
+        layout: of its epoch.
+        added: [workers] log of the ratio of times.
+        least: of it that matters.
+    """
+    more = added >= least
+    if not more.any():
+        return None
+    seconds = np.nan_to_num(observations.compute).sum(axis=(1, 2, 3)) * -np.expm1(-added)
+    return Notice(What.WORK_OF_A_STAGE, tuple(map(int, layout.workers[more])), float(seconds[more].max()),
+                  observations.iteration)  # fmt: skip
 
 
 class Disturbances:

@@ -57,7 +57,7 @@ class Notice(Event):
     """Something took time that is no device's doing, such as a stalled data loader. Told once it has cost a second in
     all, each time that has grown tenfold, and when a single one is twice as long as all before it."""
 
-    what: Annotated[str, "data, garbage_collection, evaluation, save, ..."]
+    what: Annotated[str, "data: waits for data; work_of_a_stage: all replicas had more to do in a stage"]
     workers: Annotated[tuple[int, ...], "the workers that it has held up since it was told last"]
     seconds: Annotated[float, "the longest of their waits in this iteration"]
     iteration: Annotated[int, "when"]

@@ -7,8 +7,7 @@ Imports `events` and this package.
 from dataclasses import dataclass, field
 from typing import Final
 
-from megatron_resihp.detector.input.records import SpanKind
-from megatron_resihp.detector.notices import Notice
+from megatron_resihp.detector.notices import Notice, What
 from megatron_resihp.events import detection as told
 
 TOLD_FROM_S: Final = 1.0
@@ -33,7 +32,7 @@ class HeldUp:
     """Sums notices up by kind."""
 
     def __init__(self) -> None:
-        self._kinds: dict[SpanKind, _Kind] = {}
+        self._kinds: dict[What, _Kind] = {}
 
     def add(self, notice: Notice) -> list[told.Notice]:
         """The event to write, if this notice makes one worthwhile."""
@@ -49,10 +48,10 @@ class HeldUp:
             kind.told_from_s *= TOLD_AGAIN
         workers, kind.workers = sorted(kind.workers), set()
         return [told.Notice(
-            what=notice.what.name.lower(), workers=tuple(workers), seconds=notice.seconds, iteration=notice.iteration,
+            what=notice.what, workers=tuple(workers), seconds=notice.seconds, iteration=notice.iteration,
             times=kind.times, total_s=kind.total_s, longest_s=kind.longest_s,
         )]  # fmt: skip
 
     def totals(self) -> dict[str, float]:
         """Seconds that each kind has cost in total."""
-        return {what.name.lower(): kind.total_s for what, kind in self._kinds.items()}
+        return {what.value: kind.total_s for what, kind in self._kinds.items()}

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_resihp.detector.input.observations import IterationObservations, Layout, with_chunks
+from megatron_resihp.detector.judging.common_mode import Places
 from megatron_resihp.detector.judging.expected import Expected, hidden_ops
 from megatron_resihp.detector.judging.learned import Learned, UnitsNoise
 from megatron_resihp.detector.judging.levels import healthy_levels, new_levels
@@ -59,11 +60,11 @@ class Judge:
         level, slow = healthy_levels(of_workers, self._units.stage, settings.peer_slowdown)
         smallest = settings.smallest_slowdown
         noise = known.workers.of(self._units.members) if known else None
-        self.workers = Tracker(self._units.node, of_workers, numbers, smallest, level, slow, noise)
+        self.workers = Tracker(self._units.places, of_workers, numbers, smallest, level, slow, noise)
         history = np.stack([self.expected.links(each) for each in warm_up])
         level, slow = healthy_levels(history, alike_links(layout), settings.peer_slowdown)
         noise = known.links.of(_pairs(layout)) if known else None
-        self.links = Tracker(_sender_node(layout), history, numbers, smallest, level, slow, noise)
+        self.links = Tracker(Places(_sender_node(layout)), history, numbers, smallest, level, slow, noise)
         self._share_budget()
         if known is None:
             # Without peers, only its own rows tell what is healthy, and warm-up rows may be slow.
@@ -107,12 +108,12 @@ class Judge:
         new[list(returning)] = False
         healthy[[unit for unit, known in returning.items() if not known.slow]] = True
         levels = new_levels(history, self._units.stage, self._settings.peer_slowdown, new, healthy)
-        slow = self.workers.move(source, returning, self._units.node, history, numbers, *levels)
+        slow = self.workers.move(source, returning, self._units.places, history, numbers, *levels)
 
         history = np.stack([self.expected.links(each) for each in settling])
         source, returning = sources(links, _pairs(layout), self.links, self._idle_links)
         levels = healthy_levels(history, alike_links(layout), self._settings.peer_slowdown)
-        slow_links = self.links.move(source, returning, _sender_node(layout), history, numbers, *levels)
+        slow_links = self.links.move(source, returning, Places(_sender_node(layout)), history, numbers, *levels)
 
         self._share_budget()
         self._link_size = _usual_size(settling)
@@ -136,6 +137,10 @@ class Judge:
             suspect = self._units.spread(self.workers.suspect() | self._faster_than_stage()) | left_out
             self.expected.learn(observations, self._units.spread(self.workers.levels.healthy()), suspect, every)
         return self._verdicts(found, found_links, observations)
+
+    def work_added(self) -> NDArray[np.float64]:
+        """[workers] how much more work each one's stage had in the last iteration, log of the ratio of times."""
+        return self._units.spread(self.workers.levels.of_stage)
 
     def _faster_than_stage(self) -> NDArray[np.bool_]:
         """[units] which healthy units became faster while others of their stage did not: costs are the others'."""

@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_resihp.detector.judging.common_mode import Places
 from megatron_resihp.detector.judging.faster import SETTLED
 from megatron_resihp.detector.judging.level_tests import (
     LevelChange,
@@ -73,7 +74,7 @@ class Tracker:
 
     def __init__(
         self,
-        group: NDArray[np.int64],
+        places: Places,
         history: NDArray[np.float64],
         iterations: NDArray[np.int64],
         smallest: float,
@@ -84,18 +85,18 @@ class Tracker:
         """Learn from warm-up.
 
         Args:
-            group: [units] number of the group that shares noise (the node), from 0.
+            places: of the units.
             history: [warm-up iterations, units] residuals, NaN where unknown.
             iterations: [warm-up iterations] their numbers.
             smallest: smallest slowdown to report, as log of the ratio of times.
             level, slow: the result of `healthy_levels` for the history.
             known: the units' noise, if an earlier run learned it; then a few iterations suffice to tell the levels.
         """
-        self._group, self._smallest = group, smallest
+        self._places, self._smallest = places, smallest
         self.levels = UnitLevels(level, slow, int(iterations[0]), smallest)
-        self._recent = RecentResiduals(group.size)
-        self._spells = Spells(group.size)
-        centred = np.stack([self.levels.centred(row, group) for row in history])
+        self._recent = RecentResiduals(level.size)
+        self._spells = Spells(level.size)
+        centred = np.stack([self._without_common(row) for row in history])
         offset = column_medians(centred)
         self.noise = Noise(centred - offset, CLIP_SHARE * smallest, known)
         self.levels.drift(np.where(slow, 0.0, offset))
@@ -127,9 +128,13 @@ class Tracker:
         return map(self._centred, history)
 
     def _centred(self, residuals: NDArray[np.float64]) -> NDArray[np.float64]:
-        noise, own = self.noise, residuals - self.levels.healthy()
+        noise, residuals = self.noise, self.levels.without_stage(residuals, self._places)
+        own = residuals - self.levels.healthy()
         self.levels.faster.see(own, noise.variance[JOB], noise.drift[JOB], noise.clip[JOB])
-        return self.levels.centred(residuals, self._group)
+        return self.levels.centred(residuals, self._places.node)
+
+    def _without_common(self, residuals: NDArray[np.float64]) -> NDArray[np.float64]:
+        return self.levels.centred(self.levels.without_stage(residuals, self._places), self._places.node)
 
     def _set_alone(self, unit: int, step: Step, since: int) -> Finding:
         self.levels.slow[unit], self.levels.began[unit] = step.change is not Change.RECOVERY, since
@@ -166,7 +171,7 @@ class Tracker:
         self,
         source: NDArray[np.int64],
         returning: Mapping[int, Known],
-        group: NDArray[np.int64],
+        places: Places,
         history: NDArray[np.float64],
         iterations: NDArray[np.int64],
         level: NDArray[np.float64],
@@ -177,19 +182,19 @@ class Tracker:
         Args:
             source: [new units] the unit's number before, or -1 if it had no work.
             returning: what was known of units that had no work, by their number.
-            group: [new units] as in the constructor.
+            places: of the new units.
             history: [iterations, new units] residuals, from which the levels of unknown units are learned.
             iterations: [iterations] their numbers.
             level, slow: the result of `healthy_levels` for the history.
         """
         empty = not self.levels.level.size
         self._alone.move(source)
-        self._group = group
+        self._places = places
         self._recent.move(source)
         self._spells.move(source)
         new = self.levels.move(source, returning, level, slow, int(iterations[0]))
         if empty:
-            centred = np.stack([self.levels.centred(row, group) for row in history])
+            centred = np.stack([self._without_common(row) for row in history])
             self.noise = Noise(centred - column_medians(centred), smallest_clip=CLIP_SHARE * self._smallest)
         else:
             self.noise.move(source)

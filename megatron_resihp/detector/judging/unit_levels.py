@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_resihp.detector.judging.common_mode import job_level, peer_medians
+from megatron_resihp.detector.judging.common_mode import Places, job_level, peer_medians, stage_levels
 from megatron_resihp.detector.judging.faster import Faster
 from megatron_resihp.detector.judging.recent import moved
 from megatron_resihp.detector.judging.sequential import FAMILIES
@@ -56,6 +56,7 @@ class UnitLevels:
         excess: [units] how slow it is, log of the ratio of times.
         first_excess: [units] the same, when that was found.
         began: [units] the iteration from which it is.
+        of_stage: [units] how much the work of the unit's stage has changed in the last iteration that was `centred`.
         faster: which healthy units are faster than their levels.
     """
 
@@ -66,7 +67,9 @@ class UnitLevels:
         self.excess = np.zeros(units)
         self.first_excess = np.zeros(units)
         self.began = np.where(slow, began, 0)
+        self.of_stage = np.zeros(units)
         self.faster = Faster(units, smallest)
+        self._smallest = smallest
 
     def healthy(self) -> NDArray[np.float64]:
         """[units] log of the device's own healthy level relative to the prediction."""
@@ -77,12 +80,20 @@ class UnitLevels:
         healthy = self.faster.level[~self.slow]
         return np.minimum(self.faster.level - healthy.max(), 0.0) if healthy.size else self.faster.level
 
-    def centred(self, residuals: NDArray[np.float64], group: NDArray[np.int64]) -> NDArray[np.float64]:
+    def without_stage(self, residuals: NDArray[np.float64], places: Places) -> NDArray[np.float64]:
+        """[units] residuals relative to the prediction, without what their stage's work has added; see `of_stage`."""
+        own = residuals - self.healthy()
+        usable = np.isfinite(own) & ~self.slow
+        own = own - job_level(own, usable)
+        self.of_stage = stage_levels(own, usable, places, self._smallest / 2)
+        return residuals - self.of_stage
+
+    def centred(self, residuals: NDArray[np.float64], node: NDArray[np.int64]) -> NDArray[np.float64]:
         """[families, units] residuals without the part that the node or the job shares.
 
         Args:
-            residuals: [units] relative to the prediction, NaN where unknown.
-            group: [units] number of the node.
+            residuals: [units] of `without_stage`, NaN where unknown.
+            node: [units] number of the node.
         """
         residuals = residuals - self.level
         known = np.isfinite(residuals)
@@ -91,7 +102,7 @@ class UnitLevels:
         usable = next((each for each in (as_usual, healthy) if each.any()), known)
         shared = residuals - self.faster_than_job()
         job = residuals - job_level(shared - self.offset[JOB], usable)
-        return np.stack([residuals - peer_medians(shared, usable, group), job])
+        return np.stack([residuals - peer_medians(shared, usable, node), job])
 
     def drift(self, change: NDArray[np.float64] | float) -> None:
         """Let the healthy levels follow drift, [families, units]."""
@@ -118,6 +129,7 @@ class UnitLevels:
             level, slow, began: as in the constructor.
         """
         present = source >= 0
+        self.of_stage = np.zeros(source.size)
         for name in ("level", "offset", "slow", "excess", "first_excess", "began"):
             setattr(self, name, moved(getattr(self, name), source))
         self.faster.move(source)

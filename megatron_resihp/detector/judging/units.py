@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Units of judgement: a worker, or a tensor-parallel group whose members cannot be told apart. Imports numpy."""
+"""Units of judgement: a worker, or a tensor-parallel group whose members cannot be told apart. Imports numpy and this package."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_resihp.detector.input.observations import Layout
+from megatron_resihp.detector.judging.common_mode import Places
 
 Members = tuple[int, ...]
 """Worker ids of a unit, or of a link's ends."""
@@ -41,7 +42,8 @@ class Units:
 
     Attributes:
         members: the worker ids of each unit.
-        node, stage: [units] node and stage of its first member.
+        stage: [units] the stage of its first member.
+        places: where that member is.
     """
 
     def __init__(self, layout: Layout, untold: NDArray[np.bool_]) -> None:
@@ -50,7 +52,8 @@ class Units:
         key = np.where(untold, group, group.size + np.arange(group.size))
         _, first, self._unit = np.unique(key, return_index=True, return_inverse=True)
         self.members = [tuple(map(int, layout.workers[self._unit == unit])) for unit in range(first.size)]
-        self.node, self.stage = layout.node[first], layout.stage[first]
+        self.stage: NDArray[np.int64] = layout.stage[first]
+        self.places = Places(layout.node[first], self.stage, layout.replica[first])
 
     def __len__(self) -> int:
         return len(self.members)

@@ -188,7 +188,7 @@ def to_json(found: Detection) -> dict[str, Any]:
         "workers": sorted(result.workers) if found.named else None,
         "verdicts": [verdict_to_json(verdict) for verdict in result.verdicts],
         "notices": [
-            {"what": notice.what.name.lower(), "workers": list(notice.workers), "seconds": notice.seconds,
+            {"what": notice.what.value, "workers": list(notice.workers), "seconds": notice.seconds,
              "iteration": notice.iteration} for notice in result.notices
         ],
         "micro_batch_mape": _finite(result.micro_batch_mape),

@@ -39,7 +39,7 @@ def render(found: Detection, console: Console) -> None:
         console.print(f"left out: {len(found.left_out) - MOST_LEFT_OUT} more", highlight=False)
     for what in dict.fromkeys(notice.what for notice in result.notices):
         seconds = [notice.seconds for notice in result.notices if notice.what == what]
-        name = what.name.lower().replace("_", " ")
+        name = what.replace("_", " ")
         console.print(f"no device's doing: {name} held up {count(len(seconds), 'iteration')}, "
                       f"by up to {max(seconds):.2g} s", highlight=False)  # fmt: skip
     if not result.verdicts:

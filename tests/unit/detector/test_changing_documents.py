@@ -4,6 +4,7 @@
 import numpy as np
 import pytest
 
+from megatron_resihp.detector.judging.common_mode import Places
 from megatron_resihp.detector.judging.tracker import Tracker
 from megatron_resihp.detector.monitor import Monitor
 from megatron_resihp.detector.verdict import Change
@@ -23,7 +24,7 @@ def test_noise_of_a_node_is_not_taken_for_the_cost_of_other_documents(index: int
 def test_a_level_that_luck_made_look_high_is_no_recovery_when_luck_ends() -> None:
     """5 % slow, at first with three high residuals, then with three low ones."""
     rng = np.random.default_rng(0)
-    units = np.zeros(8, dtype=np.int64)
+    units = Places(np.zeros(8, dtype=np.int64))
     history = 0.02 * rng.standard_normal((50, 8))
     tracker = Tracker(units, history, np.arange(50), 0.03, np.median(history, axis=0), np.zeros(8, dtype=bool))
     tracker.budget(0.01, 300, 8)
@@ -36,7 +37,7 @@ def test_a_level_that_luck_made_look_high_is_no_recovery_when_luck_ends() -> Non
 def test_a_large_change_is_told_from_small_ones_just_before_it() -> None:
     """A link at 0.3 after two iterations a bit slow by chance: two residuals tell since when, and how slow."""
     rng = np.random.default_rng(0)
-    units = np.zeros(4, dtype=np.int64)
+    units = Places(np.zeros(4, dtype=np.int64))
     history = 0.012 * rng.standard_normal((50, 4))
     tracker = Tracker(units, history, np.arange(50), 0.03, np.median(history, axis=0), np.zeros(4, dtype=bool))
     tracker.budget(0.01, 300, 4)

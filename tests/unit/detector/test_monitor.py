@@ -8,6 +8,7 @@ import pytest
 
 from megatron_resihp.detector.input.records import SpanKind
 from megatron_resihp.detector.monitor import Monitor
+from megatron_resihp.detector.notices import What
 from megatron_resihp.detector.settings import Settings
 from megatron_resihp.detector.validation import culprits
 from megatron_resihp.detector.verdict import Change, Kind
@@ -218,7 +219,7 @@ def test_data_loader_stall_is_a_notice(small_job):
     stalled.spans[2:4, SpanKind.DATA] = 0.5, 0.4
     assert monitor.observe(stalled) == []
     (notice,) = monitor.take_notices()
-    assert (notice.what, notice.workers, notice.seconds) == (SpanKind.DATA, (2, 3), 0.4)
+    assert (notice.what, notice.workers, notice.seconds) == (What.DATA, (2, 3), 0.4)
     assert monitor.take_notices() == []
 
 
