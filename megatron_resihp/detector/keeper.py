@@ -4,11 +4,15 @@
 Imports numpy, `cost` and this package, and numba once there is something to fit.
 
 The costs of ops come from the monitor, whose costs follow the devices. The first iterations of each epoch give the fits
-of collectives, links, times outside the pipeline, and the prediction error.
+of collectives, links, times outside the pipeline, and the prediction error. Collectives are fitted without the waits for
+slow workers. A planner adds these by the workers' speeds, and would count them twice.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
 
 from megatron_resihp.cost.fitted.model import CostModel
 from megatron_resihp.detector.input.observations import IterationObservations, Layout
@@ -33,8 +37,13 @@ class Keeper:
         self._layout, self._model, self._complete = layout, None, False
         self._to_skip, self._waiting = self._settings.skipped, []
 
-    def add(self, observations: IterationObservations) -> bool:
-        """Take in an iteration; returns whether it was the last one that the epoch's fit needed."""
+    def add(self, observations: IterationObservations, speed: Callable[[int], float]) -> bool:
+        """Take in an iteration; returns whether it was the last one that the epoch's fit needed.
+
+        Args:
+            observations: of the iteration.
+            speed: tells a worker's p as the detector knows it.
+        """
         if self._complete or self._layout is None or observations.epoch != self._layout.epoch:
             return False
         if self._to_skip > 0:
@@ -50,7 +59,8 @@ class Keeper:
         # Import only now: compiling the simulator takes a second, for which the start of a job need not wait.
         from megatron_resihp.detector.judging.prediction import Prediction
 
-        self._model = Prediction(self._layout, observed).model
+        slow = np.array([speed(int(worker)) < 1.0 for worker in self._layout.workers])
+        self._model = Prediction(self._layout, observed, slow).model
         return True
 
     def save(self, learned: Learned) -> None:

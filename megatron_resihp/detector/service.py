@@ -167,7 +167,8 @@ class DetectionService:
 
     def _learn(self, observations: IterationObservations) -> list[Event]:
         try:
-            complete = self._keeper.add(observations)
+            assert self._monitor is not None
+            complete = self._keeper.add(observations, self._monitor.speed)
         except Exception as error:
             # The fit there is for other runs; its failure is no reason to stop judging.
             return [failed("cost model", error), *self._save_model()]

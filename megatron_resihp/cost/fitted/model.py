@@ -84,15 +84,24 @@ def fit_ops(
     Returns:
         Fits of own compute and of collectives; groups [stages, kinds, chunks].
     """
+    ops = fit(*_grouped(stage, own_seconds(compute, waited), tokens, squares))
+    return ops, fit_collectives(stage, waited, tokens, squares)
+
+
+def fit_collectives(stage: ArrayLike, waited: NDArray[np.float64], tokens: ArrayLike, squares: ArrayLike) -> Fits:
+    """The second result of `fit_ops`."""
+    by_tokens, by_squares, seconds = _grouped(stage, waited, tokens, squares)
+    return _without_nan(fit(by_tokens, np.zeros_like(by_squares), seconds))
+
+
+def _grouped(
+    stage: ArrayLike, seconds: NDArray[np.float64], tokens: ArrayLike, squares: ArrayLike
+) -> list[NDArray[np.float64]]:
+    """Tokens, squares and seconds of the ops, each [stages, kinds, chunks, measurements]."""
     stages = np.asarray(stage, dtype=np.int64)
-    own = own_seconds(compute, waited)
-    features = [np.broadcast_to(np.asarray(each)[:, :, None, None], compute.shape) for each in (tokens, squares)]
-    count = int(stages.max()) + 1
-    parts = (np.moveaxis(by_stage(each, stages, count), 0, 3) for each in (*features, own, waited))
-    grouped = [part.reshape(*part.shape[:3], -1) for part in parts]
-    ops = fit(grouped[0], grouped[1], grouped[2])
-    collectives = fit(grouped[0], np.zeros_like(grouped[1]), grouped[3])
-    return ops, _without_nan(collectives)
+    features = [np.broadcast_to(np.asarray(each)[:, :, None, None], seconds.shape) for each in (tokens, squares)]
+    parts = (np.moveaxis(by_stage(each, stages, int(stages.max()) + 1), 0, 3) for each in (*features, seconds))
+    return [part.reshape(*part.shape[:3], -1) for part in parts]
 
 
 def own_seconds(compute: NDArray[np.float64], waited: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -14,10 +14,11 @@ from typing import Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megatron_resihp.cost.fitted.model import CostModel, fit_links, fit_ops, own_seconds, term
+from megatron_resihp.cost.fitted.model import CostModel, fit_collectives, fit_links, fit_ops, own_seconds, term
 from megatron_resihp.detector.input.observations import IterationObservations, Layout, stacked
 from megatron_resihp.detector.input.records import OpKind, SpanKind
 from megatron_resihp.detector.interface import iteration_seconds
+from megatron_resihp.detector.judging.units import tensor_groups
 from megatron_resihp.pipeline.planned import known_program
 from megatron_resihp.pipeline.program import Program
 from megatron_resihp.pipeline.simulate import makespans
@@ -39,12 +40,16 @@ class Prediction:
         model: the costs, with their errors in warm-up.
     """
 
-    def __init__(self, layout: Layout, warm_up: Sequence[IterationObservations]) -> None:
+    def __init__(
+        self, layout: Layout, warm_up: Sequence[IterationObservations], slow: NDArray[np.bool_] | None = None
+    ) -> None:
         """Fit the model.
 
         Args:
             layout: of the epoch.
-            warm_up: healthy iterations of the epoch, at least one.
+            warm_up: iterations of the epoch, at least one.
+            slow: [workers] which are known to be slow. The model's collectives have no wait for them, since whoever
+                plans with these costs adds it. Its errors in warm-up count that wait.
         """
         self._layout = layout
         compute, waited, tokens, squares = (
@@ -60,6 +65,10 @@ class Prediction:
         self._counts = np.isfinite(compute).any(axis=(0, 2, 3)).sum(axis=1)
         self._boundary = self._boundary_seconds(float(_usual(sizes)) if sizes.size else 0.0)
         self._calibrate(warm_up)
+        if slow is not None and slow.any():
+            waited = without_waits_for(slow, layout, waited)
+            healthy = fit_collectives(layout.stage, waited, *self._features(tokens, squares))
+            self.model = replace(self.model, collectives=healthy)
 
     def _calibrate(self, warm_up: Sequence[IterationObservations]) -> None:
         observed = np.array([iteration_seconds(each) for each in warm_up])
@@ -130,6 +139,20 @@ class Prediction:
             frozenset(row_of[worker] for worker in pair): float(link.seconds(size))
             for pair, link in self.model.links.items()
         }
+
+
+def without_waits_for(slow: NDArray[np.bool_], layout: Layout, waited: Array) -> Array:
+    """Waits in collectives, [iterations, workers, kinds, chunks, micro-batches], as if nobody had been slow.
+
+    Whoever comes last to a collective does not wait in it, so the least wait in a group is that of all if nobody is
+    late. Where one of them was not timed, it is not known.
+    """
+    result = waited.copy()
+    group = tensor_groups(layout)
+    for each in np.unique(group[slow]):
+        members = group == each
+        result[:, members] = waited[:, members].min(axis=1, keepdims=True)
+    return result
 
 
 @cache
