@@ -157,19 +157,20 @@ def _refusals(line: CommandLine, text: ScriptFlags, uncounted: str | None) -> It
     yield from line.refusals
     if text.complete:
         yield from _unknown(line, text, refusal)
-        yield from _ends_the_script(line, text)
+    if _takes_flags_only(text):
+        yield from _stray(line)
     if line.examined is not None:
         yield from line.examined.refusals
 
 
-def _ends_the_script(line: CommandLine, text: ScriptFlags) -> Iterator[str]:
-    """Words too many and flags too few, for which only a script whose text does not show all can make up."""
-    from megatron_resihp.integration.check.needed import missing
+def _takes_flags_only(text: ScriptFlags) -> bool:
+    return text.complete and not text.takes_words
+
+
+def _stray(line: CommandLine) -> Iterator[str]:
     from megatron_resihp.integration.check.unknown import of_words
 
-    yield from (of_words(flag, words) for flag, words in line.stray)
-    if line.given is not None and not line.refusals:  # a flag that can't be read is not there either
-        yield from missing(line.given, text.defaults)
+    return (of_words(flag, words) for flag, words in line.stray)
 
 
 def _outlook(
@@ -237,12 +238,20 @@ def _notes(
 ) -> Iterator[str]:
     if line.unfinished is not None:
         yield f"how the sizes fit together is not checked: {line.unfinished}"
-    if not text.complete:
-        yield from (f"unless the script makes up for it: {said}" for said in _ends_the_script(line, text))
+    if not _takes_flags_only(text):
+        yield from (f"unless the script takes it: {said}" for said in _stray(line))
+    if line.given is not None and not line.refusals:  # a flag that can't be read is not there either
+        yield from _of_needs(line.given, text)
     if line.given is not None:
         yield from _of_flags(line.given, options, text, environment)
     if options.size.most_nodes > 1 and (options.coordinator is None or options.run_dir is None):
         yield "`resihp launch` needs --coordinator HOST:PORT and --run-dir DIR for several nodes"
+
+
+def _of_needs(given: argparse.Namespace, text: ScriptFlags) -> Iterator[str]:
+    from megatron_resihp.integration.check.needed import missing
+
+    return missing(given, text.defaults)
 
 
 def _of_flags(

@@ -129,7 +129,10 @@ def _stray(
     if before := tuple(words[: starts[0] if starts else None]):
         yield "", before
     for start, end in pairwise([*starts, len(words)]):
-        _, left = parser.parse_known_args(words[start:end])
+        try:
+            _, left = parser.parse_known_args(words[start:end])
+        except (argparse.ArgumentError, KeyError, ValueError):
+            continue  # Its value begins like a flag.
         if left and left[0] != words[start]:
             yield words[start].partition("=")[0], tuple(left)
 

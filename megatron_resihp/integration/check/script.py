@@ -26,11 +26,13 @@ class ScriptFlags:
     added: flags that the script, or a module that it imports, adds to Megatron's.
     defaults: the script's own defaults of Megatron's arguments.
     complete: whether the script can add no other flags.
+    takes_words: whether it takes short options, or words that belong to no flag.
     """
 
     added: frozenset[str]
     defaults: Mapping[str, Any]
     complete: bool = False
+    takes_words: bool = False
 
 
 def read_script(path: Path, folders: Sequence[Path] = ()) -> ScriptFlags:
@@ -49,7 +51,9 @@ def read_script(path: Path, folders: Sequence[Path] = ()) -> ScriptFlags:
     defaults: dict[str, Any] = {}
     for call in _calls(script):
         defaults |= _defaults_in(call)
-    return ScriptFlags(frozenset(added), defaults, shows_all_flags(script, read, lacking))
+    own = [script, *(tree for name, tree in read.items() if not name.startswith(f"{MEGATRON}."))]
+    takes_words = any(not name.startswith("--") for tree in own for call in _calls(tree) for name in _names_in(call))
+    return ScriptFlags(frozenset(added), defaults, shows_all_flags(script, read, lacking), takes_words)
 
 
 def _modules_of(script: ast.Module, path: Path, roots: Sequence[Path]) -> tuple[dict[str, ast.Module], set[str]]:
@@ -112,13 +116,19 @@ def _is_megatrons(file: Path, roots: Sequence[Path]) -> bool:
 
 
 def _added_by(call: ast.Call) -> Iterator[str]:
-    if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument":
-        texts = [each.value for each in call.args if isinstance(each, ast.Constant)]
-        flags = [text for text in texts if isinstance(text, str) and text.startswith("--")]
-        yield from flags
-        if any(each.arg == "action" and not isinstance(each.value, ast.Constant) for each in call.keywords):
-            # argparse.BooleanOptionalAction adds these, too.
-            yield from (f"--no-{flag.removeprefix('--')}" for flag in flags)
+    flags = [name for name in _names_in(call) if name.startswith("--")]
+    yield from flags
+    if any(each.arg == "action" and not isinstance(each.value, ast.Constant) for each in call.keywords):
+        # argparse.BooleanOptionalAction adds these, too.
+        yield from (f"--no-{flag.removeprefix('--')}" for flag in flags)
+
+
+def _names_in(call: ast.Call) -> list[str]:
+    """By what names a call adds an argument, as far as they are spelled out; none: it adds none."""
+    if not (isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"):
+        return []
+    texts = [each.value for each in call.args if isinstance(each, ast.Constant)]
+    return [text for text in texts if isinstance(text, str)]
 
 
 def _defaults_in(call: ast.Call) -> dict[str, Any]:

@@ -50,9 +50,9 @@ def refusal(flag: str, known: Iterable[str], commands: Mapping[str, str]) -> str
 
 def of_words(flag: str, words: Sequence[str]) -> str:
     """What to say of words that no flag takes. `flag`: the one before them, or an empty string."""
-    what, them = ("this word", "it") if len(words) == 1 else ("these words", "them")
-    value = f"quote the value of {flag}, or " if flag else ""
-    return f"{' '.join(words)}: no flag takes {what}; {value}leave {them} out"
+    what = "this word" if len(words) == 1 else "these words"
+    value = f"if the value of {flag} has spaces, quote it; otherwise " if flag else ""
+    return f"{' '.join(words)}: no flag takes {what}; {value}leave out `{' '.join(words)}`"
 
 
 def _meant(flag: str, known: Iterable[str]) -> str | None:

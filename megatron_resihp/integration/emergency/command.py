@@ -108,8 +108,10 @@ def _say_if_not_the_last(given: Source, saved: list[tuple[Source, int]]) -> None
     last, iteration = max(saved, key=lambda each: each[0].saved_at, default=(given, 0))
     if last.saved_at <= given.saved_at or (last.run and last.run == given.run):
         return
-    own, other = (f"run {each.run}" if each.run else "an unknown run" for each in (given, last))
-    print(f"this state is of {own}; {other} has saved later, after iteration {iteration:,}")
+    if given.run and last.run:
+        print(f"this state is of run {given.run}; run {last.run} has saved later, after iteration {iteration:,}")
+    else:
+        print(f"survivors have also saved later, after iteration {iteration:,}, perhaps of another run")
 
 
 def _what_is_missing(group: Group, gaps: tuple[str, ...], others: list[Group]) -> str:

@@ -8,7 +8,7 @@ counting code sees is 1 and the number of micro-batches is that of the global ba
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -128,10 +128,14 @@ def _groups(trained: Trained) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]
             found[kind] += 1
 
 
-def _restore_settings(trained: Trained, settings: dict[str, Any]) -> None:
+def _restore_settings(trained: Trained, settings: dict[str, Any], by_kind: bool) -> None:
+    """`by_kind`: plans have other parts of the optimizer, as only uniform ones step the first chunk by itself."""
     vars(trained.scheduler).update(settings["scheduler"])
     told = {_with_tuples(key): values for key, values in settings["groups"]}
-    for key, group in _groups(trained):
+    groups = [*_groups(trained)]
+    if by_kind:
+        told = _by_kind_alone(told, groups)
+    for key, group in groups:
         values = told.pop(key, None)
         if values is not None:
             for name in _settings_in(group).keys() - values.keys():
@@ -139,6 +143,16 @@ def _restore_settings(trained: Trained, settings: dict[str, Any]) -> None:
             group.update((name, _with_tuples(value)) for name, value in values.items())
     trained.elsewhere = told
     restore_scale(trained.optimizer, settings["scale"])
+
+
+def _by_kind_alone(told: dict[tuple[Any, ...], Any], groups: Sequence[tuple[tuple[Any, ...], Any]]) -> dict[Any, Any]:
+    """The settings of each group, whatever part of the optimizer it is in. Where several groups of a kind differ, each
+    stays as built: another group's settings would be worse."""
+    by_kind: dict[tuple[Any, ...], list[Any]] = {}
+    for (_, *kind, _), values in told.items():
+        by_kind.setdefault(tuple(kind), []).append(values)
+    found = {key: by_kind.get(key[1:-1], []) for key, _ in groups}
+    return {key: all_[0] for key, all_ in found.items() if all_ and all(each == all_[0] for each in all_)}
 
 
 def _with_tuples(value: Any) -> Any:
@@ -154,7 +168,7 @@ def restore_counters(runtime: Runtime, counters: dict[str, Any]) -> None:
     args.skipped_train_samples = counters["skipped_train_samples"]
     args.consumed_valid_samples = counters["consumed_valid_samples"]
     args.num_floating_point_operations_so_far = runtime.tally.flops = counters["flops"]
-    _restore_settings(runtime.held.live, counters["settings"])
+    _restore_settings(runtime.held.live, counters["settings"], args.overlap_param_gather_with_optimizer_step)
     runtime.held.live.scheduler.num_steps = counters["scheduler_steps"]
     runtime.held.live.scheduler.step(increment=0)
     # Also where another epoch breaks before the next line: what is remembered here may be of another iteration.

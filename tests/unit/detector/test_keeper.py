@@ -11,11 +11,11 @@ import pytest
 from megatron_resihp.cost.fitted.store import load
 from megatron_resihp.detector.keeper import Keeper
 from megatron_resihp.detector.monitor import Monitor
+from megatron_resihp.detector.verdict import Kind
 from megatron_resihp.lab.detection.faults import Fault
 from megatron_resihp.lab.detection.jobs import JobSpec, Schedule, make_job
 from megatron_resihp.lab.detection.noise import Noise
 from megatron_resihp.lab.detection.shapes import Shape
-from megatron_resihp.detector.verdict import Kind
 
 
 def durations(path: Path, data_parallel: int, faults: tuple[Fault, ...]) -> np.ndarray:

@@ -32,8 +32,12 @@ def test_a_level_between_is_no_recovery() -> None:
 
 
 def test_a_slowness_that_fades_ends_where_nothing_is_left_of_it() -> None:
-    assert recovery(newest_first((0.005, 32)), 0.4, NOISE, SMALLEST, NOISE) == LevelChange(Change.RECOVERY, 32, 32, faded=True)
-    assert recovery(newest_first((0.005, 31)), 0.05, NOISE, SMALLEST, NOISE) is None, "not all that are kept are known to be"
+    assert recovery(newest_first((0.005, 32)), 0.4, NOISE, SMALLEST, NOISE) == LevelChange(
+        Change.RECOVERY, 32, 32, faded=True
+    )
+    assert recovery(newest_first((0.005, 31)), 0.05, NOISE, SMALLEST, NOISE) is None, (
+        "not all that are kept are known to be"
+    )
 
 
 @pytest.mark.parametrize(("now", "expected"), [(0.6, Change.SEVERITY), (0.25, Change.SEVERITY), (0.41, None)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stand_in: None) -> Loo
         data: str = MOCK_DATA,
         flag: str = "--resihp",
     ) -> Findings:
-        asked = parser.parse_args([*launch.split(), "train.py", *f"{LLAMA} {data} {words} {flag}".split()])
+        asked = parser.parse_args([*launch.split(), "train.py", *shlex.split(f"{LLAMA} {data} {words} {flag}")])
         options, uncounted = command._asked(asked)
         return command.look(options, Path("train.py"), asked.memory_gib, environment, uncounted)
 
@@ -132,11 +133,13 @@ def test_words_that_no_flag_takes(look: Look) -> None:
     refusals = look(f"extra --own 4 {schedule} --sequence-parallel words", data=f"first {MOCK_DATA}").refusals
     lines = [line for line in refusals if "no flag takes" in line]
     assert lines == [
-        "first: no flag takes this word; quote the value of --load, or leave it out",
-        "extra: no flag takes this word; quote the value of --vocab-size, or leave it out",
-        "2.4B:320 4.8B:624: no flag takes these words; quote the value of --step-batch-size-schedule, or leave them "
-        "out",
-        "words: no flag takes this word; quote the value of --sequence-parallel, or leave it out",
+        f"{words}: no flag takes {what}; if the value of {flag} has spaces, quote it; otherwise leave out `{words}`"
+        for words, what, flag in (
+            ("first", "this word", "--load"),
+            ("extra", "this word", "--vocab-size"),
+            ("2.4B:320 4.8B:624", "these words", "--step-batch-size-schedule"),
+            ("words", "this word", "--sequence-parallel"),
+        )
     ]
 
 
@@ -144,7 +147,20 @@ def test_words_that_only_the_script_may_know(look: Look) -> None:
     found = look("--sequence-parallel words --of-the-script 4 --no-such-flag 5")
     assert found.let_in
     (note,) = [note for note in found.notes if "no flag takes" in note]
-    assert note.startswith("unless the script makes up for it: words: no flag takes this word; ")
+    assert note.startswith("unless the script takes it: words: no flag takes this word; ")
+
+
+@pytest.mark.parametrize("added", ["'-e', '--extra'", "'corpus', nargs='?'"])
+def test_short_options_and_words_that_a_script_takes(look: Look, added: str) -> None:
+    Path("train.py").write_text(f"{COMPLETE}parser.add_argument({added})")
+    found = look("-e 3 --seed 3")
+    assert found.let_in and any("unless the script takes it: -e 3: " in note for note in found.notes)
+
+
+def test_a_value_that_begins_like_a_flag(look: Look) -> None:
+    """argparse takes a word with a space for a value."""
+    Path("train.py").write_text(f"{COMPLETE}parser.add_argument('--prompts', nargs='*')")
+    assert look("--wandb-exp-name '--my run' --prompts a b").let_in
 
 
 def test_a_flag_of_ours_that_is_misspelled(look: Look) -> None:
@@ -172,7 +188,7 @@ def test_options_of_the_commands_behind_the_script(look: Look) -> None:
 @pytest.mark.parametrize(
     ("left_out", "line"),
     [
-        ("--lr 1e-4", "--lr is missing, "),
+        ("--lr 1e-4", "--lr is missing; "),
         ("--train-iters 1000", "--train-iters is missing, and so is --train-samples; "),
         ("--tokenizer-type NullTokenizer", "--tokenizer-type is missing, "),
     ],
@@ -181,20 +197,21 @@ def test_flags_that_training_needs(look: Look, monkeypatch: pytest.MonkeyPatch, 
     """Megatron's parser lets a job pass without them, and each worker ends with an error of Python's."""
     monkeypatch.setitem(globals(), "LLAMA", LLAMA.replace(left_out, ""))
     data = MOCK_DATA.replace(left_out, "")
-    found = look(data=data)
-    assert found.let_in and [line in note for note in found.notes if "make" in note] == [True]
-    Path("train.py").write_text(COMPLETE)
-    (refusal,) = look(data=data).refusals
-    assert refusal.startswith(line)
+    for text in ("", COMPLETE):
+        Path("train.py").write_text(text)
+        found = look(data=data)
+        assert found.let_in, "a script may set them in code"
+        assert [note.startswith(line) for note in found.notes if "is missing" in note] == [True]
     given = {"lr": 1e-4, "train_samples": 1000, "tokenizer_type": "NullTokenizer"}
     Path("train.py").write_text(f"parse_and_validate_args(args_defaults={given})\n")
-    assert "is missing" not in str(look(data=data).refusals)
+    assert "is missing" not in str(look(data=data).notes)
 
 
 def test_a_flag_that_can_not_be_read_is_not_called_missing(look: Look) -> None:
     Path("train.py").write_text(COMPLETE)
-    (refusal,) = look("--lr much").refusals
-    assert refusal.startswith("--lr: ")
+    found = look("--lr much")
+    assert [refusal.partition(":")[0] for refusal in found.refusals] == ["--lr"]
+    assert "is missing" not in str(found.notes)
 
 
 def test_a_sequence_that_the_members_of_a_stage_can_not_share(look: Look) -> None:

@@ -82,7 +82,11 @@ def runtime(max_lr: float, decay_steps: int, *parts: list[dict[str, Any]]) -> An
     stub = SimpleNamespace(is_stub_optimizer=True, optimizer=None)
     optimizer = SimpleNamespace(chained_optimizers=[stub, *working])
     args = SimpleNamespace(
-        curr_iteration=7, consumed_train_samples=56, skipped_train_samples=0, consumed_valid_samples=0
+        curr_iteration=7,
+        consumed_train_samples=56,
+        skipped_train_samples=0,
+        consumed_valid_samples=0,
+        overlap_param_gather_with_optimizer_step=False,
     )
     trained = Trained([], optimizer, Scheduler(max_lr=max_lr, lr_decay_steps=decay_steps))
     view = SimpleNamespace(is_last_stage=True)
@@ -129,6 +133,16 @@ def test_groups_that_megatron_takes_for_equal_keep_what_they_were_built_with(mon
     before, anew = runtime(1e-3, 40, adam({}, HIDDEN)), runtime(5e-3, 40, adam({"max_lr": 5e-3}, {"max_lr": 3e-3}))
     restore_counters(anew, told(snapshot_counters(before)))
     assert [group["max_lr"] for group in anew.parts[0]] == [1e-3, 5e-4]
+
+
+def test_no_group_gets_the_settings_of_another_where_plans_have_other_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan of unlike stages has one part for what a uniform one has in two."""
+    monkeypatch.setattr(counting, "param_group_identifier_keys", IDENTIFIERS_OF_0_18)
+    uniform = runtime(1e-3, 40, adam({}, BIASES, beta2=0.9), adam({"eps": 1e-9}, BIASES, beta2=0.9))
+    anew = runtime(1e-3, 40, adam({"eps": 1e-9}, {}, BIASES, beta2=0.999))
+    anew.job.args.overlap_param_gather_with_optimizer_step = True
+    restore_counters(anew, told(snapshot_counters(uniform)))
+    assert anew.parts == ([*adam({"eps": 1e-9}, {}, beta2=0.999), *adam(BIASES, beta2=0.9)],)
 
 
 def test_what_moves_in_a_step_is_not_put_back() -> None:
