@@ -13,8 +13,8 @@ from megatron_resihp.protocol.notices import ValidationOrder
 
 PAUSE: Final = 50
 """Iterations before the same suspects may be asked again, and after which missing answers are given up. They double
-from the second time on that answers name nobody: each is another chance to name a healthy device. For a worker without work they
-double each time that it has only looked well."""
+from the second time on that answers name nobody: each is another chance to name a healthy device. For a worker without
+work they double each time that it has only looked well."""
 
 Settled = tuple[Suspicion, Mapping[int, float]]
 """A suspicion, with its culprits and their speeds."""
