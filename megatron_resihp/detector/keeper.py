@@ -4,8 +4,8 @@
 Imports numpy, `cost` and this package, and numba once there is something to fit.
 
 The costs of ops come from the monitor, whose costs follow the devices. The first iterations of each epoch give the fits
-of collectives, links, times outside the pipeline, and the prediction error. Collectives are fitted without the waits for
-slow workers. A planner adds these by the workers' speeds, and would count them twice.
+of collectives, links, times outside the pipeline, and the prediction error. Collectives are fitted without the waits
+for slow workers. A planner adds these by the workers' speeds, and would count them twice.
 """
 
 from collections.abc import Callable

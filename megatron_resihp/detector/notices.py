@@ -40,7 +40,7 @@ class Notice:
         iteration: when it happened.
     """
 
-    what: SpanKind
+    what: What
     workers: tuple[int, ...]
     seconds: float
     iteration: int

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Units of judgement: a worker, or a tensor-parallel group whose members cannot be told apart. Imports numpy and this package."""
+"""Units of judgement: a worker, or a tensor-parallel group whose members cannot be told apart.
+
+Imports numpy and this package.
+"""
 
 from typing import Any
 

@@ -24,4 +24,4 @@ def missing(given: argparse.Namespace, defaults: Mapping[str, Any]) -> Iterator[
     if lacks("train_iters") and lacks("train_samples"):
         yield "--train-iters is missing, and so is --train-samples; give one of them, unless the script sets one"
     if lacks("tokenizer_type") and not (given.use_checkpoint_args or defaults.get("use_checkpoint_args")):
-        yield "--tokenizer-type is missing, without which Megatron makes no tokenizer; give it, unless the script sets it"
+        yield "--tokenizer-type is missing, so Megatron makes no tokenizer; give it, unless the script sets it"
