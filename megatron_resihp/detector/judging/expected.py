@@ -171,20 +171,19 @@ class Expected:
         return self.model.own_compute(self._stage, *workload(observations))
 
     def workers(self, observations: IterationObservations) -> NDArray[np.float64]:
-        """[workers] residuals of compute."""
+        """[2, workers] residuals of compute, with and without outliers clipped."""
         own, predicted = self.own(observations), self.predicted(observations)
-        residual = robust_average(own, predicted, self.op_noise)
+        robust, plain = robust_average(own, predicted, self.op_noise), plain_average(own, predicted)
         # Ops in which a process was stopped are no outliers: their extra time is the worker's slowness.
         stopped = np.nan_to_num(observations.spans[:, SpanKind.ABSENT]) > 0
-        if stopped.any():
-            residual[stopped] = plain_average(own[stopped], predicted[stopped])
-        return residual
+        return np.stack([np.where(stopped, plain, robust), plain])
 
     def links(self, observations: IterationObservations) -> NDArray[np.float64]:
-        """[links] residuals of transfers."""
+        """[2, links] residuals of transfers, with and without outliers clipped."""
         size = np.nan_to_num(observations.transfer_bytes)
         predicted = self._latency[:, None] + self._per_byte[:, None] * size
-        return robust_average(observations.transfer, predicted, self._link_noise)
+        robust = robust_average(observations.transfer, predicted, self._link_noise)
+        return np.stack([robust, plain_average(observations.transfer, predicted)])
 
     def bandwidth(self, link: int, excess: float, size: float) -> float:
         """The share p of its bandwidth that a link has left if transfers of `size` bytes take e^excess times as long.

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_resihp.detector.input.observations import IterationObservations, Layout, with_chunks
+from megatron_resihp.detector.judging.bursts import Bursts
 from megatron_resihp.detector.judging.common_mode import Places
 from megatron_resihp.detector.judging.expected import Expected, hidden_ops
 from megatron_resihp.detector.judging.learned import Learned, UnitsNoise
@@ -56,12 +57,13 @@ class Judge:
         self.expected = Expected(layout, warm_up, shared, costs, settings.peer_slowdown)
         self._units = Units(layout, shared & ~self.expected.hidden.any(axis=(1, 2)))
         numbers = np.array([each.iteration for each in warm_up])
-        of_workers = np.stack([self._units.average(self.expected.workers(each)) for each in warm_up])
+        self._bursts, self._link_bursts = Bursts(layout.workers.size), Bursts(len(layout.links))
+        of_workers = self._histories(warm_up)
         level, slow = healthy_levels(of_workers, self._units.stage, settings.peer_slowdown)
         smallest = settings.smallest_slowdown
         noise = known.workers.of(self._units.members) if known else None
         self.workers = Tracker(self._units.places, of_workers, numbers, smallest, level, slow, noise)
-        history = np.stack([self.expected.links(each) for each in warm_up])
+        history = self._link_histories(warm_up)
         level, slow = healthy_levels(history, alike_links(layout), settings.peer_slowdown)
         noise = known.links.of(_pairs(layout)) if known else None
         self.links = Tracker(Places(_sender_node(layout)), history, numbers, smallest, level, slow, noise)
@@ -101,7 +103,8 @@ class Judge:
         self.expected.move(layout, settling, self._units.spread(self._units.slowest(level)), shared, of_links)
         numbers = np.array([each.iteration for each in settling])
 
-        history = np.stack([self._units.average(self.expected.workers(each)) for each in settling])
+        self._bursts, self._link_bursts = Bursts(layout.workers.size), Bursts(len(layout.links))
+        history = self._histories(settling)
         source, returning = sources(units, self._units.members, self.workers, self._idle_workers)
         regroup(self._units.members, returning, self._named, self._idle_workers)
         new, healthy = source < 0, (source >= 0) & ~self.workers.levels.slow[source]
@@ -110,7 +113,7 @@ class Judge:
         levels = new_levels(history, self._units.stage, self._settings.peer_slowdown, new, healthy)
         slow = self.workers.move(source, returning, self._units.places, history, numbers, *levels)
 
-        history = np.stack([self.expected.links(each) for each in settling])
+        history = self._link_histories(settling)
         source, returning = sources(links, _pairs(layout), self.links, self._idle_links)
         levels = healthy_levels(history, alike_links(layout), self._settings.peer_slowdown)
         slow_links = self.links.move(source, returning, Places(_sender_node(layout)), history, numbers, *levels)
@@ -127,16 +130,26 @@ class Judge:
             left_out: [workers] whose measurements tell nothing about their device.
         """
         observations = with_chunks(observations, self.expected.hidden.shape[2])
-        residuals = np.where(left_out, np.nan, self.expected.workers(observations))
+        residuals = self._bursts.residuals(*np.where(left_out, np.nan, self.expected.workers(observations)))
         found = self.workers.update(self._units.average(residuals), observations.iteration)
         found_links = []
         if len(self._layout.links):
-            found_links = self.links.update(self.expected.links(observations), observations.iteration)
+            residuals = self._link_bursts.residuals(*self.expected.links(observations))
+            found_links = self.links.update(residuals, observations.iteration)
         every = self._settings.learn_every
         if observations.iteration % every == 0:
             suspect = self._units.spread(self.workers.suspect() | self._faster_than_stage()) | left_out
             self.expected.learn(observations, self._units.spread(self.workers.levels.healthy()), suspect, every)
         return self._verdicts(found, found_links, observations)
+
+    def _histories(self, observed: Sequence[IterationObservations]) -> NDArray[np.float64]:
+        """[iterations, units] residuals of first iterations."""
+        of_workers = (self._bursts.residuals(*self.expected.workers(each)) for each in observed)
+        return np.stack([self._units.average(each) for each in of_workers])
+
+    def _link_histories(self, observed: Sequence[IterationObservations]) -> NDArray[np.float64]:
+        """[iterations, links] likewise."""
+        return np.stack([self._link_bursts.residuals(*self.expected.links(each)) for each in observed])
 
     def work_added(self) -> NDArray[np.float64]:
         """[workers] how much more work each one's stage had in the last iteration, log of the ratio of times."""

@@ -245,8 +245,56 @@ def stopped_now_and_then(job, worker, number, share):
     return seen
 
 
+def in_bursts(job, worker, number, share):
+    """The same without knowing that the process was stopped: its device was slow for a part of the iteration."""
+    seen = stopped_now_and_then(job, worker, number, share)
+    seen.spans[:, SpanKind.ABSENT] = 0.0
+    return seen
+
+
+@pytest.mark.parametrize("lost", [0.25, 0.5])
+def test_a_device_that_is_slow_in_a_part_of_each_iteration_is_slow(small_job, lost):
+    job = small_job()
+    monitor, _ = watch(job, 59)
+    verdicts = [verdict for number in range(60, 100) for verdict in monitor.observe(in_bursts(job, 5, number, lost))]
+    assert verdicts[0].change is Change.ONSET and {each.workers for each in verdicts} == {(5,)} and len(verdicts) <= 2
+    assert verdicts[0].iteration <= 75 and abs(monitor.speed(5) - (1 - lost)) < 0.05
+    _, last = watch(job, 130, monitor, 100)
+    assert [each.change for each in last] == [Change.RECOVERY] and last[0].iteration <= 115
+
+
+def test_hiccups_in_half_of_the_iterations_are_no_slowness(small_job):
+    job = small_job()
+    monitor, _ = watch(job, 59)
+    seen = (in_bursts(job, 5, number, 0.3) if number % 2 else job.iteration(number) for number in range(60, 160))
+    assert [verdict for each in seen for verdict in monitor.observe(each)] == []
+
+
+def test_hiccups_that_all_workers_have_are_no_slowness(small_job):
+    job = small_job()
+    monitor, _ = watch(job, 59)
+    verdicts = []
+    for number in range(60, 120):
+        seen = job.iteration(number)
+        seen.compute[:, number % 2, 0, number % 4] *= 3.0
+        verdicts += monitor.observe(seen)
+    assert verdicts == []
+
+
+def test_a_link_that_is_slow_in_few_of_its_transfers_is_slow(small_job):
+    job = small_job()
+    monitor, _ = watch(job, 59)
+    verdicts = []
+    for number in range(60, 100):
+        seen = job.iteration(number)
+        seen.transfer[2, number % 8] *= 17.0
+        verdicts += monitor.observe(seen)
+    assert [(each.kind, each.change, each.workers) for each in verdicts] == [(Kind.LINK, Change.ONSET, (2, 6))]
+    assert abs(monitor.link_speed((2, 6)) - 1 / 3) < 0.02
+
+
 def test_a_process_that_is_stopped_in_few_of_its_ops_is_slow(small_job):
-    """Without knowing that it was stopped, these ops would be outliers."""
+    """Without knowing that it was stopped, these ops would be outliers at first."""
     job = small_job()
     monitor, _ = watch(job, 59)
     stops = [stopped_now_and_then(job, 5, number, 0.6) for number in range(60, 90)]
