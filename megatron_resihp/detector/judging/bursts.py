@@ -16,6 +16,8 @@ ITERATIONS: Final = 8
 """Newest iterations that tell."""
 FEWEST: Final = 6
 """Iterations of these that must show bursts. Few have none of them by chance; hiccups are in few."""
+FEWEST_LATER: Final = 2
+"""The same once they have been seen: where few ops are timed, those may be between bursts."""
 LOST: Final = 0.1
 """Time lost in bursts, log of the ratio of times, relative to the usual one of all units. Ops on busy hosts lose some
 percent at times."""
@@ -30,6 +32,7 @@ class Bursts:
 
     def __init__(self, units: int) -> None:
         self._lost = np.zeros((ITERATIONS, units))
+        self._seen = np.zeros(units, dtype=bool)
 
     def residuals(self, robust: NDArray[np.float64], plain: NDArray[np.float64]) -> NDArray[np.float64]:
         """[units] the residuals of one iteration, NaN where unknown.
@@ -44,5 +47,7 @@ class Bursts:
         lost = lost - np.median(lost[known])
         self._lost[1:] = np.where(known, self._lost[:-1], self._lost[1:])
         self._lost[0] = np.where(known, lost, self._lost[0])
-        often = (np.abs(self._lost) >= LOST).sum(axis=0) >= FEWEST
-        return np.where(often & (self._lost.mean(axis=0) >= LOST), plain, robust)
+        times = (np.abs(self._lost) >= LOST).sum(axis=0)
+        begin = (times >= FEWEST) & (self._lost.mean(axis=0) >= LOST)
+        self._seen = begin | (self._seen & (times >= FEWEST_LATER))
+        return np.where(self._seen, plain, robust)

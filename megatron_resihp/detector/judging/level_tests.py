@@ -19,7 +19,8 @@ Series = NDArray[np.float64]
 RECOVERY_ODDS: Final = 1e6
 """How much likelier "healthy again" must be than "as slow as before"."""
 RECOVERED: Final = 3.0
-"""Standard errors by which the level of a unit that recovers gradually must lie below the smallest slowdown."""
+"""Standard errors by which the level of a unit that recovers gradually must lie below the smallest slowdown. By as many
+a level must differ from the one that was told."""
 SEVERITY_WINDOW: Final = 8
 SMALLEST_SEVERITY: Final = 0.04
 FAR_FROM_MEDIAN: Final = 2.0
@@ -73,7 +74,7 @@ class LevelChange:
 
 
 def recovery(
-    series: Series, first_excess: float, noise: UnitNoise, smallest: float, healthy: UnitNoise
+    series: Series, first_excess: float, noise: UnitNoise, smallest: float, healthy: UnitNoise, shortest: int = RUNS[0]
 ) -> LevelChange | None:
     """Likelihood ratio test of "level 0 by now" against "one level all the time", on the newest and earlier residuals.
 
@@ -85,8 +86,9 @@ def recovery(
         noise: of the unit while it is slow.
         smallest: smallest slowdown to report, log of the ratio of times.
         healthy: noise of the unit while it is not.
+        shortest: fewest newest residuals that may tell.
     """
-    for window in (n for n in (*RUNS, *MEANS) if n < series.size):
+    for window in (n for n in (*RUNS, *MEANS) if shortest <= n < series.size):
         rest = series[window:]
         before = mean_of(rest, noise) if rest.size >= RUNS[0] else first_excess
         newest = np.clip(series[:window], -noise.clip, before + noise.clip)
@@ -105,7 +107,7 @@ def recovery(
 
 
 def severity(series: Series, told: float, noise: UnitNoise, smallest: float) -> LevelChange | None:
-    """Whether the newest residuals have another mean than earlier ones, or than was told, by much and significantly.
+    """Whether the newest residuals have another mean than earlier ones, or all of them than was told, by much.
 
     Args:
         told: the level that others know of.
@@ -115,13 +117,19 @@ def severity(series: Series, told: float, noise: UnitNoise, smallest: float) -> 
     window = SEVERITY_WINDOW
     if series.size < 2 * window:
         return None
-    now = mean_of(series[:window], noise)
+    before, now = mean_of(series[window:], noise), mean_of(series[:window], noise)
+    error = np.sqrt(noise.variance / window + noise.variance / (series.size - window) + noise.drift)
     z = np.sqrt(2 * np.log(RECOVERY_ODDS))
-    earlier = ((mean_of(series[window:], noise), series.size - window), (told, RUNS[0]))
-    for before, count in earlier:
-        error = np.sqrt(noise.variance / window + noise.variance / count + noise.drift)
-        if abs(now - before) > max(SMALLEST_SEVERITY, z * error) and now > smallest:
-            return LevelChange(Change.SEVERITY, window, rows_since(series - before, window, noise.clip))
+    if abs(now - before) > max(SMALLEST_SEVERITY, z * error):
+        rows = rows_since(series - before, window, noise.clip)
+        # A healthy lull of an unevenly slow unit is no severity.
+        still_slow = min(now, mean_of(series[:rows], noise)) > smallest
+        return LevelChange(Change.SEVERITY, window, rows) if still_slow else None
+    # What has become steady is no longer as uneven as it was.
+    level, error = mean_of(series, noise), min(noise.error(LONGEST), float(series.std()))
+    crept = abs(level - told) > max(SMALLEST_SEVERITY, RECOVERED * error)
+    if series.size == LONGEST and crept and level > smallest:
+        return LevelChange(Change.SEVERITY, LONGEST, LONGEST)
     return None
 
 
@@ -136,6 +144,6 @@ def rows_since(series: Series, window: int, clip: float) -> int:
 
 def mean_of(series: Series, noise: UnitNoise) -> float:
     """Mean of residuals, clipped around their median."""
-    reach = FAR_FROM_MEDIAN * np.sqrt(noise.variance)
+    reach = FAR_FROM_MEDIAN * np.sqrt(noise.variance + noise.drift)
     centre = np.median(series)
     return float(np.clip(series, centre - reach, centre + reach).mean())

@@ -4,7 +4,7 @@
 A healthy residual is modelled as e + d: e is independent from iteration to iteration, d drifts slowly. The variogram
 V(k) = ½ E (r(t+k) − r(t))² separates the two without the mean: V(1) ≈ var e, and V(k) − V(1) ≈ the drift's addition in
 k iterations (Cressie, Statistics for Spatial Data, section 2.4). Residuals that go up and down by turns look steady at
-a lag of their period, so V(k) is taken at lags with no period in common, and the one that shows most counts. The tail
+a lag of their period. So V(k) is taken at lags with no period in common, and the one that shows most counts. The tail
 of e is the tail seen, not a formula: heavy tails and stalls raise the thresholds by themselves.
 
 Arrays are [families, units]; see `tracker` for families.
@@ -77,8 +77,7 @@ class KnownNoise:
         known = (source >= 0) & (weight > 0)
         near, far = (np.where(known, values[..., source], self._usual(values)) for values in (self.near, self.far))
         weight, far_weight = (
-            np.where(known, np.minimum(each, EARLIER_RUN), EARLIER_RUN)
-            for each in (weight, self.far_weight[..., source])
+            np.where(known, np.minimum(each, EARLIER_RUN), EARLIER_RUN) for each in (weight, self.far_weight[..., source])
         )
         return KnownNoise(near, far, weight, far_weight, self.tail, self.transient)
 

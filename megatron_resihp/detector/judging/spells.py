@@ -13,13 +13,17 @@ from numpy.typing import NDArray
 from megatron_resihp.detector.judging.level_tests import SEVERITY_WINDOW, LevelChange, Series, UnitNoise
 from megatron_resihp.detector.judging.noise import CLIP, SIGNIFICANT
 from megatron_resihp.detector.judging.recent import moved
-from megatron_resihp.detector.judging.sequential import LONGEST
+from megatron_resihp.detector.judging.sequential import LONGEST, MEANS, RUNS
 from megatron_resihp.detector.verdict import Change
 
 LAGS: Final = (1, 5, 11, 17)
 """Lags of the variogram in residuals. The first tells the variance, the greatest other one what swings add to it."""
 REMEMBERED: Final = 96
 """Pairs of residuals after which a variance is forgotten: slowness that grew and then stays is steady again."""
+PROVEN: Final = MEANS[-2]
+"""Healthy residuals of a recovery after a relapse; the longest window that leaves some to compare with."""
+NEVER: Final = -(10**9)
+"""An iteration that was long ago."""
 FEWEST_PAIRS: Final = 4
 """Pairs of residuals from which a variance counts."""
 
@@ -36,11 +40,14 @@ class Spells:
         self._pairs = np.zeros((len(LAGS), units))
         self._since_onset = np.zeros(units, dtype=np.int64)
         self._since_severity = np.zeros(units, dtype=np.int64)
+        self._recovered = np.full(units, NEVER)
+        self._relapsed = np.zeros(units, dtype=bool)
 
     def move(self, source: NDArray[np.int64]) -> None:
         """Go on with other units; `source` gives each one's number before, or -1 if it is new."""
-        for name in ("_half_squares", "_pairs", "_since_onset", "_since_severity"):
+        for name in ("_half_squares", "_pairs", "_since_onset", "_since_severity", "_recovered", "_relapsed"):
             setattr(self, name, moved(getattr(self, name), source))
+        self._recovered[source < 0] = NEVER
 
     def see(self, unit: int, series: Series, healthy: UnitNoise) -> None:
         """Take in a slow unit's residuals since its level last changed, newest first, after each new one.
@@ -69,10 +76,13 @@ class Spells:
         variance, drift = max(healthy.variance, float(near)), max(healthy.drift, swings)
         return UnitNoise(variance, drift, max(healthy.clip, CLIP * float(np.sqrt(variance + drift))))
 
-    def told(self, unit: int, change: Change) -> None:
-        """A change of the unit's level was told just now."""
+    def told(self, unit: int, change: Change, iteration: int) -> None:
+        """A change of the unit's level was told in this iteration."""
         if change is Change.ONSET:
             self._since_onset[unit], self._since_severity[unit] = 0, LONGEST
+            self._relapsed[unit] = iteration - self._recovered[unit] <= LONGEST
+        elif change is Change.RECOVERY:
+            self._recovered[unit] = iteration
         elif change is Change.SEVERITY:
             self._since_severity[unit] = 0
 
@@ -85,3 +95,7 @@ class Spells:
         if found.change is Change.SEVERITY:
             return bool(self._since_severity[unit] >= LONGEST)
         return not found.faded or bool(self._since_onset[unit] >= LONGEST)
+
+    def shortest_window(self, unit: int) -> int:
+        """Fewest healthy residuals of a recovery: more for a unit that became slow again right after the last one."""
+        return PROVEN if self._relapsed[unit] else RUNS[0]

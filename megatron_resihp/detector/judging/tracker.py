@@ -269,7 +269,8 @@ class Tracker:
 
     def _change(self, unit: int, series: NDArray[np.float64]) -> LevelChange | None:
         told, noise = float(self.levels.first_excess[unit]), self._slow_noise(unit)
-        found = recovery(series, told, noise, self._smallest, noise_of(self.noise, JOB, unit))
+        healthy, shortest = noise_of(self.noise, JOB, unit), self._spells.shortest_window(unit)
+        found = recovery(series, told, noise, self._smallest, healthy, shortest)
         found = found or severity(series, told, noise, self._smallest)
         return found if found and self._spells.may_tell(unit, found) else None
 
@@ -279,7 +280,7 @@ class Tracker:
     def _begin(self, unit: int, change: Change, since: int, window: int = 0) -> Finding:
         """Give the unit another level from `since` on, and forget earlier residuals."""
         self._recent.forget_before(unit, since)
-        self._spells.told(unit, change)
+        self._spells.told(unit, change, self._recent.iteration(JOB, unit, 1))
         levels = self.levels
         levels.slow[unit], levels.began[unit] = change is not Change.RECOVERY, since
         series = self._recent.series(JOB, unit) - levels.offset[JOB, unit]

@@ -118,6 +118,15 @@ def test_a_device_that_is_slow_in_every_other_iteration_is_slow_by_its_mean(smal
     assert abs(monitor.speed(5) - 1 / 1.25) < 0.03
 
 
+@pytest.mark.parametrize("spell", [5, 6, 8, 12])
+def test_a_device_that_relapses_at_once_has_to_be_healthy_for_longer(small_job, spell):
+    job = small_job({5: lambda iteration: 0.7 if iteration >= 60 and (iteration - 60) // spell % 2 == 0 else 1.0})
+    monitor, verdicts = watch(job, 460)
+    assert verdicts[0].change is Change.ONSET and len(verdicts) <= 10
+    assert [each.change for each in verdicts].count(Change.RECOVERY) <= 2
+    assert 0.7 < monitor.speed(5) < 1.0
+
+
 def test_a_device_that_was_unevenly_slow_recovers(small_job):
     swings = correlated(0.05, 4.5, 60)
     monitor, verdicts = watch(small_job({5: lambda n: 0.7 / (1 + swings(n)) if 60 <= n < 300 else 1.0}), 340)
