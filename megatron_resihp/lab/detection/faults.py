@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Persistent slowdowns with known truth, drawn as in the published protocol. Imports numpy and `detector.verdict`."""
+"""Persistent slowdowns with known truth, drawn as in the published protocol. Imports numpy and `detector.verdict`.
+
+Drawn faults are evenly slow. Others may be slow in another degree in each iteration, or in a part of each only.
+"""
 
 from dataclasses import dataclass
 
@@ -14,6 +17,8 @@ SLOWDOWNS = (0.05, 0.075, 0.10, 0.15, 0.20, 0.25, 0.30, 0.40, 0.50, 0.60, 0.70)
 CONCURRENT_SHARE = 1 / 3
 """Share of the faulty jobs with several culprits."""
 MOST_CULPRITS = 3
+JITTER_ITERATIONS = 5.0
+"""Correlation time of a fault's jitter."""
 QUIET_ITERATIONS = 50
 """Number of first and of last iterations in which no fault begins."""
 
@@ -27,17 +32,27 @@ class Fault:
         workers: the worker's id, or the link's two ends.
         speed: p in (0, 1), relative to its own healthy speed.
         onset: the first slow iteration, from 1.
+        jitter: relative standard deviation of its times from iteration to iteration, an AR(1) process. It is never
+            faster than when it is healthy.
+        share: share of each iteration's ops or transfers, in succession, in which it is slow.
     """
 
     kind: Kind
     workers: tuple[int, ...]
     speed: float
     onset: int
+    jitter: float = 0.0
+    share: float = 1.0
 
     @property
     def slowdown(self) -> float:
         """s = 1 − p, without floating-point error."""
         return round(1 - self.speed, 9)
+
+    @property
+    def mean_speed(self) -> float:
+        """The speed that an iteration shows."""
+        return 1 / (1 + self.share * (1 / self.speed - 1))
 
 
 def draw_faults(layout: Layout, slowdown: float, iterations: int, rng: np.random.Generator) -> tuple[Fault, ...]:
@@ -64,17 +79,59 @@ def _draw_onset(iterations: int, rng: np.random.Generator) -> int:
 
 
 def fault_factors(
-    faults: tuple[Fault, ...], kind: Kind, devices: NDArray[np.int64], iterations: int
+    faults: tuple[Fault, ...],
+    kind: Kind,
+    devices: NDArray[np.int64],
+    iterations: int,
+    rng: np.random.Generator,
 ) -> NDArray[np.float64]:
-    """Factors on the durations of devices: array [iterations, devices].
+    """Factors on the durations of devices: array [iterations, devices]. Those slow in a part are in `burst_factors`.
 
     Args:
         kind: which faults count.
         devices: worker ids, shape [workers, 1], or the ends of links, shape [links, 2].
+        rng: for jitter only.
     """
     factors = np.ones((iterations, len(devices)))
-    for fault in faults:
+    for fault in (each for each in faults if each.share == 1):
         if fault.kind is kind:
-            hit = (devices == np.array(fault.workers)).all(axis=1)
-            factors[fault.onset - 1 :, hit] /= fault.speed
+            factors[fault.onset - 1 :, _hit(fault, devices)] *= _times(fault, iterations, rng)[:, None]
     return factors
+
+
+def burst_factors(
+    faults: tuple[Fault, ...], kind: Kind, devices: NDArray[np.int64], shape: tuple[int, int], rng: np.random.Generator
+) -> NDArray[np.float32] | None:
+    """Factors of faults that are slow in a part of each iteration, [iterations, devices, ops]; None without any.
+
+    Args:
+        shape: iterations and ops.
+        kind, devices, rng: as in `fault_factors`.
+    """
+    iterations, ops = shape
+    bursts = [each for each in faults if each.share < 1 and each.kind is kind]
+    factors = np.ones((iterations, len(devices), ops), dtype=np.float32)
+    for fault in bursts:
+        length = max(1, round(fault.share * ops))
+        times = _times(fault, iterations, rng)
+        for iteration, time in enumerate(times, start=iterations - times.size):
+            first = int(rng.integers(ops - length + 1))
+            factors[iteration, _hit(fault, devices), first : first + length] *= time
+    return factors if bursts else None
+
+
+def _hit(fault: Fault, devices: NDArray[np.int64]) -> NDArray[np.bool_]:
+    hit: NDArray[np.bool_] = (devices == np.array(fault.workers)).all(axis=1)
+    return hit
+
+
+def _times(fault: Fault, iterations: int, rng: np.random.Generator) -> NDArray[np.float64]:
+    """Factors on a slow device's time, from the onset on."""
+    count = iterations - fault.onset + 1
+    if not fault.jitter:
+        return np.full(count, 1 / fault.speed)
+    swings = fault.jitter * rng.standard_normal(count)
+    kept = np.exp(-1 / JITTER_ITERATIONS)
+    for place in range(1, count):
+        swings[place] = kept * swings[place - 1] + np.sqrt(1 - kept**2) * swings[place]
+    return np.maximum((1 + swings) / fault.speed, 1.0)

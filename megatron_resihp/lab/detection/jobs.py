@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from megatron_resihp.detector.input.observations import IterationObservations, Layout
 from megatron_resihp.detector.input.records import OpKind, SpanKind
 from megatron_resihp.detector.verdict import Kind
-from megatron_resihp.lab.detection.faults import Fault, fault_factors
+from megatron_resihp.lab.detection.faults import Fault, burst_factors, fault_factors
 from megatron_resihp.lab.detection.noise import Noise, op_factors, shared_factors
 from megatron_resihp.lab.detection.shapes import (
     GPUS_PER_NODE,
@@ -197,9 +197,12 @@ def _own_compute(
     healthy += level.T[None, :, None, None, :, None]
     factors = shared_factors(spec.noise, spec.iterations, layout.node, rng)
     factors *= 1 + DEVICE_SPREAD * rng.standard_normal(layout.workers.size)
-    factors *= fault_factors(faults, Kind.COMPUTE, layout.workers[:, None], spec.iterations)
+    factors *= fault_factors(faults, Kind.COMPUTE, layout.workers[:, None], spec.iterations, rng)
     own = op_factors(spec.noise, (spec.iterations, layout.workers.size, kinds, spec.micro_batches), rng)
     own *= factors.astype(np.float32)[:, :, None, None]
+    shape = spec.iterations, spec.micro_batches
+    if (bursts := burst_factors(faults, Kind.COMPUTE, layout.workers[:, None], shape, rng)) is not None:
+        own *= bursts[:, :, None]
     grouped = own.reshape(spec.iterations, spec.shape.pipeline_parallel, spec.shape.data_parallel, -1, *own.shape[2:])
     grouped *= healthy
     return own
@@ -224,11 +227,14 @@ def _transfers(
     """[iterations, links, 2 · micro-batches]: latency + bytes / bandwidth, the whole of it noisy."""
     node = layout.node[layout.links]
     bandwidth = np.where(node[:, 0] == node[:, 1], NODE_BANDWIDTH, NETWORK_BANDWIDTH)
-    bandwidth = bandwidth / fault_factors(faults, Kind.LINK, layout.links, spec.iterations)
+    bandwidth = bandwidth / fault_factors(faults, Kind.LINK, layout.links, spec.iterations, rng)
     times = LINK_LATENCY + spec.shape.boundary_bytes(spec.sequence) / bandwidth
     times *= shared_factors(spec.noise, spec.iterations, node[:, 0], rng)
     times *= 1 + DEVICE_SPREAD * rng.standard_normal(len(layout.links))
     noise = op_factors(spec.noise, (*times.shape, 2 * spec.micro_batches), rng)
+    shape = spec.iterations, 2 * spec.micro_batches
+    if (bursts := burst_factors(faults, Kind.LINK, layout.links, shape, rng)) is not None:
+        noise *= bursts
     return noise * times.astype(np.float32)[:, :, None]
 
 
