@@ -2,9 +2,9 @@
 """Units that are slow in bursts shorter than an iteration, in which their residual hides it. Imports numpy.
 
 A residual leaves out ops that took much longer than the others, because a hiccup is no slowness. But a device that is
-slow in some ops of each iteration loses that time. Where nearly all of the newest iterations show such a loss, and other
-units don't, the residual is that of the sums of measured and predicted time, with nothing left out. Its noise is learned
-like any other. Units without bursts keep their residuals, and so their thresholds.
+slow in some ops of each iteration loses that time. Where nearly all of the newest iterations show such a loss, and
+other units don't, the residual is that of the sums of measured and predicted time, with nothing left out. Units without
+bursts keep their residuals, and so their thresholds.
 """
 
 from typing import Final

@@ -77,7 +77,8 @@ class KnownNoise:
         known = (source >= 0) & (weight > 0)
         near, far = (np.where(known, values[..., source], self._usual(values)) for values in (self.near, self.far))
         weight, far_weight = (
-            np.where(known, np.minimum(each, EARLIER_RUN), EARLIER_RUN) for each in (weight, self.far_weight[..., source])
+            np.where(known, np.minimum(each, EARLIER_RUN), EARLIER_RUN)
+            for each in (weight, self.far_weight[..., source])
         )
         return KnownNoise(near, far, weight, far_weight, self.tail, self.transient)
 

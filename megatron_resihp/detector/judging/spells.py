@@ -17,7 +17,7 @@ from megatron_resihp.detector.judging.sequential import LONGEST, MEANS, RUNS
 from megatron_resihp.detector.verdict import Change
 
 LAGS: Final = (1, 5, 11, 17)
-"""Lags of the variogram in residuals. The first tells the variance, the greatest other one what swings add to it."""
+"""Lags of the variogram in residuals. The first tells the variance, the greatest of the others what swings add."""
 REMEMBERED: Final = 96
 """Pairs of residuals after which a variance is forgotten: slowness that grew and then stays is steady again."""
 PROVEN: Final = MEANS[-2]

@@ -34,7 +34,7 @@ def test_jitter_swings_around_the_speed_and_is_remembered() -> None:
     usual = job(Fault(Kind.COMPUTE, (4,), 0.5, 20), iterations=400).own[:, 6].sum(axis=(1, 2))
     swings = np.log(slow[20:] / np.median(slow[:19]) * np.median(usual) / usual[20:])
     assert np.median(swings) == pytest.approx(np.log(2), abs=0.2)
-    assert 0.04 < np.diff(swings).std() and swings.std() > 0.08
+    assert np.diff(swings).std() > 0.04 and swings.std() > 0.08
 
 
 def test_bursts_slow_a_part_of_each_iteration() -> None:
@@ -46,11 +46,12 @@ def test_bursts_slow_a_part_of_each_iteration() -> None:
 
 
 UNEVEN = {
-    f"{name}-p={speed}": Fault(kind, workers, speed, ONSET, **how)
+    f"{name}-p={speed:.2f}": Fault(kind, workers, speed, ONSET, **how)
     for kind, workers in ((Kind.COMPUTE, (5,)), (Kind.LINK, (2, 10)))
     for name, speed, how in (
         ("jitter-5", 0.9, {"jitter": 0.05}), ("jitter-5", 0.7, {"jitter": 0.05}), ("jitter-10", 0.7, {"jitter": 0.1}),
-        ("jitter-15", 0.5, {"jitter": 0.15}), ("bursts-30", 1 / 3, {"share": 0.375}), ("bursts-25", 0.25, {"share": 0.25}),
+        ("jitter-15", 0.5, {"jitter": 0.15}), ("bursts-38", 1 / 3, {"share": 0.375}),
+        ("bursts-25", 0.25, {"share": 0.25}),
     )
     for name in (f"{kind}-{name}",)
 }  # fmt: skip
@@ -60,9 +61,7 @@ UNEVEN = {
 @pytest.mark.parametrize("noise", [noise for noise in NOISES if noise.scored], ids=lambda noise: noise.name)
 @pytest.mark.parametrize("fault", UNEVEN.values(), ids=UNEVEN.keys())
 @pytest.mark.parametrize("timed_every", WAITS_TIMED.values(), ids=WAITS_TIMED.keys())
-def test_an_uneven_fault_is_named_in_time_and_not_again_and_again(
-    fault: Fault, noise: Noise, timed_every: int
-) -> None:
+def test_an_uneven_fault_is_named_in_time_and_not_again_and_again(fault: Fault, noise: Noise, timed_every: int) -> None:
     uneven = job(fault, noise=noise, iterations=500, timed_every=timed_every)
     monitor = Monitor(uneven.layout, FALSE_ALARMS_PER_JOB, uneven.spec.iterations)
     verdicts = [verdict for each in uneven.observations() for verdict in monitor.observe(each)]
