@@ -375,6 +375,7 @@ class TestLog:
             short_log.write([line_of(entry)])
         short_log.shorten(unreadable)
         short_log.write([line_of(step(2))])
+        short_log.shorten(lambda: pytest.fail("one line says so, not one a minute"))
         assert read_etcd_decisions(place).steps == (step(1), step(2))
         assert "can't be shortened: a decision has too many characters" in capsys.readouterr().err
 

@@ -17,6 +17,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from math import inf
 from typing import Final
 
 from megatron_resihp.control.coordination.decisions.entries import LARGEST
@@ -124,6 +125,7 @@ class EtcdLog:
             self._finish_snapshot()
             self._compact()
         except MalformedError as error:
+            self._next_try = inf  # the next one would be no better
             warn(f"resihp: the decisions in {self._location} can't be shortened: {error}")
         except (UnreachableError, LeaseLostError):
             pass  # A later call tries again.

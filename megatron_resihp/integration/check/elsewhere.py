@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a job needs that this machine lacks, and that the job's nodes may have. Imports `patches.flags`."""
+"""What a job needs that this machine lacks, and that the job's nodes may have.
+
+May import `control.worker.saved_state` and `patches.flags`.
+"""
 
 import argparse
 import re
@@ -8,6 +11,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Final
 
+from megatron_resihp.control.worker.saved_state import TRACKER
 from megatron_resihp.integration.patches.flags import data_problems
 
 FROM_FILES: Final = frozenset(
@@ -15,8 +19,6 @@ FROM_FILES: Final = frozenset(
 )
 """Tokenizers whose model is always a file. That of others may be a name on a hub."""
 NAME_ON_HUB: Final = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
-TRACKER: Final = "latest_checkpointed_iteration.txt"
-"""Names the newest of a directory's checkpoints."""
 KERNEL: Final = "fused_weight_gradient_mlp_cuda"
 
 
