@@ -26,7 +26,7 @@ fi
 training=(
     # job
     --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
-    --micro-batch-size 1 --global-batch-size 8 --train-iters 64
+    --micro-batch-size 1 --global-batch-size 8 --train-iters 70
     # model
     --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128
     --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0
@@ -34,7 +34,7 @@ training=(
     --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 4
     # data: a token is a byte, a sample is packed with whole documents and parts of long ones
     --data-path "$corpus" --split 98,1,1 --tokenizer-type NullTokenizer --vocab-size 257
-    --dataloader-inter-document-masking --num-workers 0 --eval-iters 0 --eval-interval 64 --log-interval 1
+    --dataloader-inter-document-masking --num-workers 0 --eval-iters 0 --eval-interval 70 --log-interval 1
     # Megatron without the kernels that only GPUs have
     --distributed-backend gloo --transformer-impl local --attention-backend unfused
     --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion
@@ -52,10 +52,10 @@ train() { # NAME [FLAG...]
 echo "== the run to compare with, which also tells what is normal: nothing happens"
 train reference
 
-echo "== the run: worker 6 at half its speed from iteration 12 to 23, worker 5 killed at 34, worker 2 at 38"
+echo "== the run: worker 6 at half its speed from iteration 12 to 25, worker 5 killed at 40, worker 2 at 44"
 ended=0
 train run --resihp-cost-model "$out/reference/cost_model.json" --resihp-act act --resihp-seconds-between-changes 2 \
-    --resihp-inject slow:6:0.54@12 clear@24 kill:5@34 kill:2@38 || ended=$?
+    --resihp-inject slow:6:0.54@12 clear@26 kill:5@40 kill:2@44 || ended=$?
 
 compared=("$out/run" --reference "$out/reference")
 "$resihp" report "${compared[@]}" --json --plot "$out/run.png" >"$out/summary.json"
