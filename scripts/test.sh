@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Checks everything: set-up, formatter and linters (scripts/lint.sh), then the unit and the integration tests.
+# Checks everything: set-up, formatter and linters (scripts/lint.sh), then the unit tests, the integration tests, and some
+# on a real SLURM (scripts/cluster_tests.sh runs all of those).
 # Arguments go to pytest: scripts/test.sh -k store, scripts/test.sh tests/unit. With --coverage in front the unit tests are counted, which
 # takes longer, and the share of lines and branches that they run is printed. With --megatron 0.18 in front the newest patch
 # release of that one is laid over .venv's, in build/megatron-0.18. All steps run even if one fails, so that one
@@ -54,6 +55,8 @@ else
     run "$BIN/pytest" tests/unit "${coverage[@]}" --numprocesses auto --dist loadfile --timeout-method signal
     # These start as many processes as there are cores themselves.
     run "$BIN/pytest" tests/integration
+    # On a SLURM of network namespaces, where its programs are installed and this is root.
+    run "$BIN/pytest" tests/cluster
 fi
 
 tell_what_was_left_out

@@ -44,6 +44,7 @@ def test_a_job_outlives_a_node(slurm: Slurm, train: Train, reference: RunSummary
     check(training, reference)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("process", ["worker", "launcher"])
 def test_a_job_outlives_a_process_of_another_node(
     slurm: Slurm, train: Train, reference: RunSummary, process: str
@@ -58,6 +59,7 @@ def test_a_job_outlives_a_process_of_another_node(
     check(training, reference)
 
 
+@pytest.mark.nightly
 def test_a_launcher_that_was_killed_comes_back(slurm: Slurm, train: Train, reference: RunSummary) -> None:
     training = train(nodes=3)
     training.await_event("iteration", iteration=HELD - 1)
@@ -70,6 +72,7 @@ def test_a_launcher_that_was_killed_comes_back(slurm: Slurm, train: Train, refer
     check(training, reference)
 
 
+@pytest.mark.nightly
 def test_a_node_that_was_lost_comes_back(slurm: Slurm, train: Train, reference: RunSummary) -> None:
     """A job that takes its place waits in the queue until the node, or another one, is there."""
     watch = REPOSITORY / "scripts" / "slurm" / "replace_watch.sh"
@@ -106,6 +109,7 @@ def test_a_job_that_still_waits_to_bring_a_node_back_is_cancelled(slurm: Slurm, 
     slurm.await_state(int(said), "CANCELLED", timeout_s=1.0)
 
 
+@pytest.mark.nightly
 def test_training_needs_no_slurmd(slurm: Slurm, train: Train, reference: RunSummary) -> None:
     training = train(nodes=3)
     training.await_event("iteration", iteration=HELD - 1)
@@ -118,6 +122,7 @@ def test_training_needs_no_slurmd(slurm: Slurm, train: Train, reference: RunSumm
     check(training, reference)
 
 
+@pytest.mark.nightly
 def test_a_chain_trains_from_one_time_limit_to_the_next(slurm: Slurm, train: Train, reference: RunSummary) -> None:
     """SLURM itself warns the first job of its end, after one to two minutes. The last one has nothing left to do."""
     training = train(nodes=3, options=["--array=1-3%1", "--time=3", "--signal=USR1@60"])
@@ -137,6 +142,7 @@ def ends(slurm: Slurm, training: Training) -> list[tuple[str, str]]:
     return [(job["JobState"], job["ExitCode"]) for job in sorted(over, key=lambda job: int(job["ArrayTaskId"]))]
 
 
+@pytest.mark.nightly
 def test_a_job_that_is_warned_of_its_end_continues_after_it(slurm: Slurm, train: Train, reference: RunSummary) -> None:
     """SLURM's warning saves the job and ends it. It is queued again and loads what it has saved."""
     training = train(nodes=3)
@@ -179,6 +185,7 @@ LATER = 9
 """Another iteration in which worker 0 can wait."""
 
 
+@pytest.mark.nightly
 def test_nodes_of_a_second_job_join_and_leave(slurm: Slurm, train: Train, reference: RunSummary) -> None:
     training = train(nodes=2, RESIHP_MAX_NODES="3")
     training.wish(f"hold-0-{LATER}")
@@ -201,6 +208,7 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+@pytest.mark.nightly
 def test_a_node_that_is_unfit_is_excluded(train: Train, tmp_path: Path, reference: RunSummary) -> None:
     """`resihp health` is what it is on two nodes, and finds a problem on the third."""
     wrapper = tmp_path / "bin" / "resihp"
