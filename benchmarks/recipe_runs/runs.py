@@ -120,12 +120,16 @@ def plan_of(shrunk: Shrunk, death: Death) -> ParallelPlan:
     draft = Draft(read_options(shrunk.words, {}))
     survivors = [worker for worker in range(shrunk.workers) if worker != death.worker]
     micro_batches = first_batch(draft) // draft.number("--micro-batch-size")
-    arguments = {name: draft.text(f"--{name.replace('_', '-')}") for name in ("optimizer", "num_experts")}
-    tensor, sequence = draft.number(TENSOR), draft.has("--sequence-parallel")
+    tensor = draft.number(TENSOR)
     if max(draft.number(CONTEXT), draft.number(EXPERT)) > 1:
         return sharing_replicas(survivors, tensor, draft.number(PIPELINE), _sharing(draft), micro_batches)
-    only = tensor if why_own_degree(arguments | {"sequence_parallel": sequence}) else None
+    only = tensor if why_own_degree(_arguments(draft)) else None
     return unlike_replicas(survivors, tensor, draft.number(LAYER_COUNT) + 2, micro_batches, only)
+
+
+def _arguments(draft: Draft) -> dict[str, str | bool]:
+    """By Megatron's names; of switches, True."""
+    return {flag.removeprefix("--").replace("-", "_"): draft.text(flag) or True for flag in draft.options}
 
 
 def _sharing(draft: Draft) -> Sharing:

@@ -25,6 +25,7 @@ from recipe_runs.plans import (
     unlike_replicas,
 )
 from recipe_runs.results import Line, Results, lines_of, summary
+from recipe_runs.runs import plan_of
 from recipe_runs.shrinking.shrink import Shrunk
 from recipe_runs.trial import EQUAL, FAILED, FP32, NO_CONTROL, UNEQUAL, Verdict, judge
 
@@ -148,6 +149,15 @@ def test_survivors_get_a_plan_that_megatrons_own_groups_cannot_run(workers: int,
         assert plan.not_uniform is not None
         assert only is None or all(len(stage) == only for replica in plan.replicas for stage in replica.stages)
         assert set(plan.members) <= set(survivors)
+
+
+def test_models_that_train_otherwise_in_other_degrees_keep_their_own() -> None:
+    """Latents that members share, for one."""
+    words = ("--micro-batch-size", "2", "--global-batch-size", "16", "--num-layers", "4")
+    dense, latent = (plan_of(Shrunk(each, 4), DEATH) for each in (words, (*words, "--multi-latent-attention")))
+    assert any(len(stage) > 1 for replica in dense.replicas for stage in replica.stages)
+    assert {len(stage) for replica in latent.replicas for stage in replica.stages} == {1}
+    assert latent.not_uniform is not None
 
 
 @pytest.mark.parametrize(("tensor", "pipeline", "context"), [(2, 1, 2), (1, 2, 2), (1, 1, 4)])
