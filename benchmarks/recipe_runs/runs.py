@@ -128,7 +128,7 @@ def plan_of(shrunk: Shrunk, death: Death) -> ParallelPlan:
 
 
 def _arguments(draft: Draft) -> dict[str, str | bool]:
-    """By Megatron's names; of switches, True."""
+    """By Megatron's names, switches as True. Without those of the device: workers run on the stand-in."""
     return {flag.removeprefix("--").replace("-", "_"): draft.text(flag) or True for flag in draft.options}
 
 

@@ -3,7 +3,8 @@
 
 Replaces training.build_pretraining_data_loader and the choice of ranks that build data sets. Micro-batch m of an
 iteration is always samples [m * mbs, (m + 1) * mbs) of its global batch, whichever worker runs it (DESIGN contract 1).
-What a sample is must not depend on those read before it, so that of fill-in-the-middle data is replaced, too.
+What a sample is must not depend on those read before it, so how a data set cuts samples for filling in, and how it
+masks their losses, is replaced, too.
 """
 
 import ctypes
@@ -158,6 +159,22 @@ def wrap_query_sample(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, idx)
 
     return query_sample
+
+
+def wrap_get_item(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """GPTDataset's sample, its losses masked where its own labels are padding. Megatron keeps the first sample's mask
+    for all later ones, where masks don't depend on documents, and masks the first one's padding in what it keeps. So
+    the losses that count would follow from which sample a process reads first."""
+
+    @functools.wraps(original)
+    def get_item(self: Any, idx: int | None) -> dict[str, Any]:
+        is_first = not self.masks_and_position_ids_are_cached
+        sample = original(self, idx)
+        if is_first and self.masks_and_position_ids_are_cached:
+            self.cached_loss_mask = torch.ones_like(self.cached_loss_mask)
+        return sample
+
+    return get_item
 
 
 def _die_with_parent(_: int) -> None:

@@ -86,7 +86,7 @@ def make_wrap_validate_args(switch_on: SwitchOn) -> Callable[[Any], Any]:
                 give_back_nccl()
                 return original(args, defaults)
             derived = DerivedArguments(original, args, defaults)
-            given = {**vars(args), **{name: value for name, value in defaults.items() if vars(args).get(name) is None}}
+            given = vars(with_defaults(args, defaults))
             examined = examine(original, args, defaults)
             if lines := [*examined.refusals, *data_problems(args)]:
                 fail(*lines)
@@ -134,13 +134,14 @@ def examine(validate: Callable[..., Any], args: argparse.Namespace, defaults: di
         defaults: of the script, as validate_args takes them.
     """
     config = ResihpConfig.from_namespace(args)
+    given = with_defaults(args, defaults)
     lines = [
         *_raised(lambda: _check_own_flags(config, args.world_size)),
-        *unsupported(args),
-        *_raised(lambda: _check_evaluation(args)),
-        *_raised(lambda: _check_logs(args)),
-        *_raised(lambda: _check_streams(config, args)),
-        *_raised(lambda: check_sharing(config, args)),
+        *unsupported(given),
+        *_raised(lambda: _check_evaluation(given)),
+        *_raised(lambda: _check_logs(given)),
+        *_raised(lambda: _check_streams(config, given)),
+        *_raised(lambda: check_sharing(config, given)),
     ]
     # What Megatron itself asserts first, in other words.
     is_known = args.world_size is not None
@@ -163,6 +164,12 @@ def examine(validate: Callable[..., Any], args: argparse.Namespace, defaults: di
         if not lines:
             raise
     return Examined(config, tuple(lines), validated)
+
+
+def with_defaults(args: argparse.Namespace, defaults: dict[str, Any]) -> argparse.Namespace:
+    """A copy in which the script's own defaults stand where nothing else is given, as Megatron's validation puts them."""
+    missing = {name: value for name, value in defaults.items() if vars(args).get(name) is None}
+    return argparse.Namespace(**vars(args) | missing)
 
 
 def _of_other_flags(validate: Callable[..., Any], fitting: argparse.Namespace, defaults: dict[str, Any]) -> list[str]:

@@ -57,6 +57,8 @@ from megatron_resihp.integration.loop.preparing import Preparation
 from megatron_resihp.integration.loop.reach_watch import ReachWatch
 from megatron_resihp.integration.patches.counting import sizes_as_they_are
 from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
+from megatron_resihp.integration.patches.flags import fail
+from megatron_resihp.integration.patches.own_functions import unheeded
 from megatron_resihp.integration.probes.device_slowing import DeviceSlowing
 from megatron_resihp.integration.probes.emulation import padding_of
 from megatron_resihp.integration.probes.probe_sheet import Sheet, with_absences
@@ -65,7 +67,7 @@ from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.expert_biases import count_exactly
 from megatron_resihp.integration.state.room import free_on_host
 from megatron_resihp.integration.step.step import install_step
-from megatron_resihp.integration.trained import Trained
+from megatron_resihp.integration.trained import Trained, parts_of
 from megatron_resihp.integration.world.heterogeneous_groups import MegatronGroups, Sizes
 from megatron_resihp.integration.world.whereabouts import whereabouts
 from megatron_resihp.integration.world.world import build_world, needs_of
@@ -174,6 +176,7 @@ def wrap_initialize_megatron(runtime: Runtime, original: Callable[..., Any]) -> 
 def describe_job(job: Job) -> JobDescription:
     """What the coordinator must know of Megatron's arguments and of ours."""
     args, config, own = job.args, job.config, job.own
+    arguments = as_run_here(args)
     return JobDescription(
         tensor_parallel=args.tensor_model_parallel_size,
         pipeline_parallel=args.pipeline_model_parallel_size,
@@ -190,12 +193,12 @@ def describe_job(job: Job) -> JobDescription:
         micro_batches=args.global_batch_size // args.micro_batch_size,
         seq_length=args.seq_length,
         sequence_parallel=own.sequence_parallel,
-        keeps_degree=why_own_degree(vars(args)),
-        keeps_context=why_own_context(vars(args)),
-        keeps_experts=why_own_experts(vars(args)),
-        equal_rounds=why_equal_rounds(vars(args)),
-        even_experts=why_even_experts(vars(args)),
-        powers_of_two=why_powers_of_two(vars(args)),
+        keeps_degree=why_own_degree(arguments),
+        keeps_context=why_own_context(arguments),
+        keeps_experts=why_own_experts(arguments),
+        equal_rounds=why_equal_rounds(arguments),
+        even_experts=why_even_experts(arguments),
+        powers_of_two=why_powers_of_two(arguments),
         emulated=config.resihp_emulate,
         train_iters=args.train_iters,
         ends_early=bool(args.exit_interval or job.minutes),
@@ -225,9 +228,15 @@ def describe_job(job: Job) -> JobDescription:
     )
 
 
+def as_run_here(args: Any) -> dict[str, Any]:
+    """Megatron's arguments. On the stand-in for CPUs groups are gloo's, whatever --distributed-backend says."""
+    return vars(args) | ({"distributed_backend": "gloo"} if cpu.installed() else {})
+
+
 def model_fields(args: Any) -> dict[str, Any]:
     """What a planner must know of Megatron's arguments once the tokenizer is there."""
-    found = {name: getattr(args, name, None) for name in ARGUMENTS}
+    arguments = as_run_here(args)
+    found = {name: arguments.get(name) for name in ARGUMENTS}
     return {name: value.name if isinstance(value, Enum) else value for name, value in found.items()}
 
 
@@ -275,6 +284,8 @@ def wrap_setup_model_and_optimizer(
             model, optimizer, scheduler = original(*positional, **options)
         runtime.held.live = Trained(model, optimizer, scheduler)
         config = get_model_config(model[0])
+        if lines := unheeded(config, [part.config for part in parts_of(optimizer)]):
+            fail(*lines)
         runtime.setup.sizes = sizes_of(runtime.job.args, runtime.job.derived, options.get("cfg_container"))
         hooks = {name: getattr(config, name) for name in CONFIG_HOOKS}
         options.pop("pg_collection", None)

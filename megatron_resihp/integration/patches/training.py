@@ -86,6 +86,12 @@ def training_patches(runtime: Runtime, release: Release) -> list[Patch]:
             "cuts a sample as its index says",
         ),
         Patch(
+            "megatron.core.datasets.gpt_dataset:GPTDataset.__getitem__",
+            data.wrap_get_item,
+            ("self", "idx"),
+            "masks a sample's losses by its own padding",
+        ),
+        Patch(
             f"{TRAINING}:get_forward_backward_func",
             partial(schedule.wrap_get_forward_backward_func, runtime),
             None,

@@ -35,7 +35,9 @@ _SETS: Rows = joined(
         "use --dataloader-inter-document-masking",
     ),
     kernel("training.arguments:validate_args", "create_attention_mask_in_dataloader"),
-    kernel("core.datasets.megatron_dataset:MegatronDataset", "allow_ambiguous_pad_tokens"),
+    tested(
+        "integration/test_padding_tokens.py::test_losses_are_masked_the_same_after_a_death", "allow_ambiguous_pad_tokens"
+    ),
     inert("training.arguments:validate_args", "encoder_seq_length"),
     refused(
         "dataloader_fast_cache_load dataloader_defer_npy_index_mmap per_dataset_sequences_path",

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
+from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
 
 from megatron_resihp.integration.patches.data import (
@@ -17,6 +20,7 @@ from megatron_resihp.integration.patches.data import (
     NumberedDataset,
     PlanSampler,
     make_loader_builder,
+    wrap_get_item,
     wrap_query_sample,
 )
 from megatron_resihp.integration.probes.probe_clock import HostClock
@@ -197,3 +201,35 @@ def test_a_sample_is_cut_the_same_whatever_was_read_before_it() -> None:
     assert query(dataset, 1) == second and query(dataset, 0) == first
     dataset.config.random_seed = 8
     assert query(dataset, 0) != first
+
+
+class PaddingTokenizer(NullTokenizer):
+    """Megatron's wrapper of tokenizers, which has `pad`, needs files of its own."""
+
+    @property
+    def pad(self) -> int:
+        return int(self.pad_id)
+
+
+class MaskedSamples(MockGPTDataset):
+    """As a job with --resihp reads them."""
+
+    __getitem__ = wrap_get_item(MockGPTDataset.__getitem__)
+
+
+@pytest.mark.parametrize(("pad", "flags"), [(5, {}), (63, {"allow_ambiguous_pad_tokens": True})])
+def test_a_samples_losses_are_masked_the_same_whatever_was_read_before_it(pad: int, flags: dict[str, Any]) -> None:
+    """Megatron keeps the mask of the first sample that a process reads, its padding masked."""
+
+    def reads(kind: type, first: int) -> list[list[float]]:
+        config = GPTDatasetConfig(
+            random_seed=1, sequence_length=512, split="1", tokenizer=PaddingTokenizer(64, pad_id=pad),
+            reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False, **flags,
+        )  # fmt: skip
+        dataset = BlendedMegatronDatasetBuilder(kind, [16, 0, 0], lambda: True, config).build()[0]
+        return [dataset[each]["loss_mask"].tolist() for each in (first, *range(8))][1:]
+
+    assert reads(MockGPTDataset, 0) != reads(MockGPTDataset, 1), "stock Megatron's depend on it"
+    masks = reads(MaskedSamples, 0)
+    assert masks == reads(MaskedSamples, 1)
+    assert all(0 < sum(mask) < 512 for mask in masks)

@@ -59,14 +59,16 @@ def check(parser: argparse.ArgumentParser, tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "data" / "code.idx").touch()
     monkeypatch.chdir(tmp_path)
 
-    def run(*command: str, megatron: Callable[..., Any] = lambda args, defaults: args) -> argparse.Namespace:
+    def run(
+        *command: str, megatron: Callable[..., Any] = lambda args, defaults: args, **defaults: Any
+    ) -> argparse.Namespace:
         args = parser.parse_args(command)
         args.world_size = 8
         args.virtual_pipeline_model_parallel_size = None
         args.eval_global_batch_size = args.eval_global_batch_size or args.global_batch_size
         switched_on: list[ResihpConfig] = []
         switch_on = flags.make_wrap_validate_args(lambda config, *_: switched_on.append(config))
-        args = switch_on(megatron)(args, {})
+        args = switch_on(megatron)(args, defaults)
         args.switched_on = switched_on
         return args
 
@@ -116,6 +118,15 @@ def test_what_is_not_known_to_work_is_refused_by_name(
         pytest.fail(f"Megatron does not know {command}")
     assert f"{flag} " in line
     assert "leave" in line or "only" in line or "use " in line, "says what to do instead"
+
+
+def test_what_a_script_sets_by_default_is_checked_too(check: Check, capsys: pytest.CaptureFixture[str]) -> None:
+    """`pretrain(..., args_defaults=...)` holds where no flag is given."""
+    words = " ".join(COMMON).replace("--dataloader-type single", "").split()
+    with pytest.raises(SystemExit):
+        check(*words, dataloader_type="cyclic")
+    assert "--dataloader-type cyclic " in capsys.readouterr().err
+    assert check(*COMMON, dataloader_type="cyclic").switched_on, "the flag counts"
 
 
 def by_schedule(schedule: str) -> list[str]:
