@@ -26,6 +26,7 @@ WITHOUT_STEPS: Final = ("--lr", "0", "--min-lr", "0", "--exit-interval", "5")
 """So few iterations are enough to differ."""
 HALF: Final = {"--bf16", "--fp16"}
 STAGES_INSIDE: Final = "--use-tp-pp-dp-mapping"
+BUCKET: Final = "--ddp-bucket-size"
 COUNTED: Final = "--log-num-zeros-in-grad"
 DECOUPLED: Final = ("--decoupled-lr", "--decoupled-min-lr", "--lr-warmup-init", "--muon-lr")
 
@@ -106,9 +107,13 @@ class Trial:
         return self._note("experts unshared", self._runner.stock(self._in_any_degree(), "unshared", EXPERT, "1"))
 
     def _in_any_degree(self) -> Shrunk:
-        """The recipe with Megatron's usual order of ranks. The other one admits few degrees of experts, and changes no
-        sum."""
-        return replace(self._shrunk, words=tuple(word for word in self._shrunk.words if word != STAGES_INSIDE))
+        """The recipe with Megatron's usual order of ranks and size of buckets, which change no sum. The other order
+        admits few degrees of experts; and a parameter that another degree makes larger than a bucket leaves one empty,
+        which Megatron refuses."""
+        words = [word for word in self._shrunk.words if word != STAGES_INSIDE]
+        if BUCKET in words:
+            del words[words.index(BUCKET) : words.index(BUCKET) + 2]
+        return replace(self._shrunk, words=tuple(words))
 
     def _without_steps(self) -> list[str]:
         decoupled = [flag for flag in DECOUPLED if flag in self._shrunk.words]

@@ -3,6 +3,7 @@
 
 Replaces training.build_pretraining_data_loader and the choice of ranks that build data sets. Micro-batch m of an
 iteration is always samples [m * mbs, (m + 1) * mbs) of its global batch, whichever worker runs it (DESIGN contract 1).
+Where samples are shuffled (`shuffling`), these are the places that the samples have in their order.
 What a sample is must not depend on those read before it, so how a data set cuts samples for filling in, and how it
 masks their losses, is replaced, too.
 """
@@ -16,7 +17,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from megatron.training.datasets.data_samplers import RandomSeedDataset
 
+from megatron_resihp.integration.patches.flags import fail
+from megatron_resihp.integration.patches.shuffling import ENDLESS, Order, Shuffled
 from megatron_resihp.integration.runtime import Runtime
 
 SAMPLE_KEY = "resihp_sample"
@@ -53,7 +57,7 @@ class PlanSampler:
 
 
 class NumberedDataset(torch.utils.data.Dataset[dict[str, Any]]):
-    """A data set whose samples carry their own index, so that what was really fed can be recorded."""
+    """A data set whose samples carry their own number, so that what was really fed can be recorded."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -61,8 +65,10 @@ class NumberedDataset(torch.utils.data.Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {**self._dataset[index], SAMPLE_KEY: int(index)}
+    def __getitem__(self, index: int | tuple[int, int]) -> dict[str, Any]:
+        """`index`: of the sample; or its place in the order in which samples are read, and its index."""
+        place, index = index if isinstance(index, tuple) else (index, index)
+        return {**self._dataset[index], SAMPLE_KEY: int(place)}
 
 
 class Feed:
@@ -78,14 +84,19 @@ class Feed:
         # The first chunk's, which also runs all micro-batches of a heterogeneous plan.
         self._is_recorded = not is_eval and all(feed._is_eval for feed in runtime.feeds)
         self._consumed_name = consumed_name
+        size = args.eval_micro_batch_size if is_eval else args.micro_batch_size
+        shuffled = args.dataloader_type == "cyclic"
         self.sampler = PlanSampler(
-            len(dataset),
-            args.eval_micro_batch_size if is_eval else args.micro_batch_size,
+            ENDLESS if shuffled else len(dataset),
+            size,
             args.eval_global_batch_size if is_eval else args.global_batch_size,
         )
+        if shuffled and isinstance(dataset, RandomSeedDataset):
+            fail("RandomSeedDataset is not supported with --resihp: it counts epochs by worker; use another data set")
+        order = Order(len(dataset), size, runtime.job.own.data_parallel) if shuffled else None
         self._loader = torch.utils.data.DataLoader(
             NumberedDataset(dataset),
-            batch_sampler=self.sampler,
+            batch_sampler=self.sampler if order is None else Shuffled(self.sampler, order),
             num_workers=args.num_workers,
             pin_memory=True,
             persistent_workers=args.num_workers > 0,

@@ -13,6 +13,7 @@ from megatron_resihp.integration.support.notation import (
     unread,
     without,
 )
+from megatron_resihp.integration.support.row import Together
 
 _PACKED = "integration/test_recovery_movers.py::test_packed_documents"
 _TOKENIZER = "core.tokenizers.utils.build_tokenizer:build_tokenizer"
@@ -64,19 +65,18 @@ _SETS: Rows = joined(
 
 _LOADERS: Rows = joined(
     tested("integration/test_recovery_points.py::test_data_loaders_of_a_dead_worker_die_with_it", "num_workers"),
-    inert(
-        "training.datasets.data_samplers:build_pretraining_data_loader",
+    tested(
+        "integration/test_shuffled_samples.py::test_samples_come_in_megatrons_order_through_a_death",
         "dataloader_type",
-        condition=one_of(
-            None,
-            "single",
-            mend="cyclic's order follows the number of replicas, and an external loader can't be rewound; use single",
-        ),
+        condition=one_of(None, "single", "cyclic", mend="an external loader can't be rewound; use single or cyclic"),
     ),
-    without(
-        "dataloader_type=cyclic",
+    kernel(
         "training.datasets.data_samplers:MegatronPretrainingRandomSampler",
         "data_sharding",
+        condition=Together(
+            lambda values: values["data_sharding"] or values["dataloader_type"] != "cyclic",
+            "with --dataloader-type cyclic, replicas may have unequal numbers of micro-batches in an epoch; leave it out",
+        ),
     ),
 )
 

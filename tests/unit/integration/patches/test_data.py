@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
-from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
+from megatron.training.datasets.data_samplers import MegatronPretrainingRandomSampler, MegatronPretrainingSampler
 
 from megatron_resihp.integration.patches.data import (
     Feed,
@@ -104,10 +104,11 @@ class TestFeed:
         plan = ParallelPlan((Replica(((0,),), (0, 2)), Replica(((1,),), (1, 3))))
         args = SimpleNamespace(
             num_workers=0, micro_batch_size=2, global_batch_size=8, eval_micro_batch_size=1,
-            eval_global_batch_size=3, consumed_train_samples=8, consumed_valid_samples=3,
+            eval_global_batch_size=3, consumed_train_samples=8, consumed_valid_samples=3, dataloader_type="single",
         )  # fmt: skip
+        job = SimpleNamespace(args=args, own=SimpleNamespace(data_parallel=2))
         return SimpleNamespace(
-            job=SimpleNamespace(args=args), view=UniformView(plan, 1, True), progress=Progress(),
+            job=job, view=UniformView(plan, 1, True), progress=Progress(),
             probes=Probes(1, HostClock, lambda sheet: None), feeds=[],
         )  # fmt: skip
 
@@ -161,6 +162,14 @@ class TestFeed:
         feed.rewind()
         assert self.take(feed, 2) == [[103], [104]]
         assert runtime.progress.fed == []
+
+    def test_shuffled_samples_are_recorded_by_their_places(self, runtime: Any, dataset: Any) -> None:
+        runtime.job.args.dataloader_type = "cyclic"
+        feed = Feed(runtime, dataset, False, "consumed_train_samples")
+        feed.rewind()
+        theirs = MegatronPretrainingRandomSampler(None, 40, 8, 2, 1, 2, True)
+        assert self.take(feed, 3) == [[100 + index for index in batch] for batch in islice(theirs, 3)]
+        assert runtime.progress.fed == [10, 11, 14, 15, 18, 19]
 
     @pytest.mark.parametrize("chunks", [1, 2], ids=["a chunk", "interleaved chunks"])
     def test_each_split_has_its_cursor_whatever_class_its_data_set_is_of(
