@@ -32,10 +32,13 @@ slow the fewer there are."""
 @pytest.mark.usefixtures("compiled_planner")
 @pytest.mark.timeout(3 * JOB_S)
 def test_a_slow_worker_gets_fewer_micro_batches_and_its_own_back(jobs: Jobs, tmp_path: Path) -> None:
-    """Of two pairs that share experts, one has the slow worker. It shares them with fewer meanwhile, or with nobody."""
+    """Of two pairs that share experts, one has the slow worker. It shares them with fewer meanwhile, or with nobody.
+
+    Each token goes to all experts: in so many iterations rounding would lead one of them to another expert.
+    """
     profile = json.loads((BUILT_IN / "h800.json").read_text())
     (tmp_path / "profile.json").write_text(json.dumps({**profile, "time_scale": TIME_SCALE}))
-    layout = SHARED | {"train_iters": CLEARED + 24, "global_batch_size": BATCH}
+    layout = SHARED | {"train_iters": CLEARED + 24, "global_batch_size": BATCH, "moe_router_topk": SHARED["num_experts"]}
     stock = stock_steps(jobs, WORKERS, **layout)
     arguments = tiny(
         **layout, resihp_emulate=tmp_path / "profile.json", resihp_strategy="joint", resihp_act="act",
