@@ -28,6 +28,10 @@ HALF: Final = {"--bf16", "--fp16"}
 STAGES_INSIDE: Final = "--use-tp-pp-dp-mapping"
 BUCKET: Final = "--ddp-bucket-size"
 COUNTED: Final = "--log-num-zeros-in-grad"
+CANCELLED: Final = 2.0
+"""Zeros by which two runs in fp32 may differ. In so many elements and steps the terms of one cancel exactly now and
+then: in about every tenth run, by the 24 bits of a term."""
+NORMS: Final = ("params-norm", "params-norm vs samples")
 DECOUPLED: Final = ("--decoupled-lr", "--decoupled-min-lr", "--lr-warmup-init", "--muon-lr")
 
 EQUAL, UNEQUAL, FAILED, NO_CONTROL = "equal", "unequal", "failed", "no control"
@@ -73,8 +77,9 @@ class Trial:
             run, death = self._runner.through_death(self._shrunk, self._random)
             self._note("death", run)
             verdict = judge(stock, run.logged, still, other, death, self._seconds)
-            if verdict.outcome == UNEQUAL and (unshared := self._unshared()) is not None:
-                return judge(stock, run.logged, still, other, death, self._seconds, unshared)
+            if verdict.outcome == UNEQUAL:
+                more = (self._unshared(), self._alone())
+                verdict = judge(stock, run.logged, still, other, death, self._seconds, *more)
         except RunFailed as failure:
             return Verdict(FAILED, str(failure), seconds=self._seconds)
         return verdict
@@ -106,6 +111,14 @@ class Trial:
             return None
         return self._note("experts unshared", self._runner.stock(self._in_any_degree(), "unshared", EXPERT, "1"))
 
+    def _alone(self) -> Logged | None:
+        """Stock Megatron with one of the two replicas, where each has fp32 copies of some parameters only. A worker's
+        norm of parameters is of its copies, and else of 16 bits, so that it follows from the number of replicas."""
+        words = self._shrunk.words
+        if not {"--log-params-norm", "--use-distributed-optimizer", "muon"} <= set(words):
+            return None
+        return self._note("alone", self._runner.stock(replace(self._shrunk, workers=self._shrunk.workers // 2), "alone"))
+
     def _in_any_degree(self) -> Shrunk:
         """The recipe with Megatron's usual order of ranks and size of buckets, which change no sum. The other order
         admits few degrees of experts; and a parameter that another degree makes larger than a bucket leaves one empty,
@@ -122,7 +135,7 @@ class Trial:
 
 def judge(
     stock: Logged, run: Logged, still: Logged, other: Logged | None, death: Death, seconds: Mapping[str, float],
-    unshared: Logged | None = None,
+    unshared: Logged | None = None, alone: Logged | None = None,
 ) -> Verdict:  # fmt: skip
     """Pure: the verdict on what the runs have logged.
 
@@ -132,8 +145,9 @@ def judge(
     Args:
         other: of stock Megatron with another degree; None: not in 16 bits.
         unshared: of stock Megatron where no workers share experts; None: it isn't needed, or tells nothing.
+        alone: of one replica of stock Megatron; likewise.
     """
-    found = compare(stock, run, other, unshared)
+    found = compare(stock, run, other, unshared, alone)
     both = stock.keys() & still.keys()
     control = differences({key: stock[key] for key in both}, still)[LOSS].relative
     loss, tolerance = found[LOSS]
@@ -149,15 +163,21 @@ def judge(
 
 
 def compare(
-    stock: Logged, run: Logged, other: Logged | None, unshared: Logged | None = None
+    stock: Logged, run: Logged, other: Logged | None, unshared: Logged | None = None, alone: Logged | None = None
 ) -> dict[str, tuple[Difference, float]]:
     """The largest difference under each tag, and what it may be."""
     found = differences(stock, run)
     if other is None:
-        return {tag: (difference, FP32) for tag, difference in found.items()}
+        return {tag: (each, _cancelled(each) if tag in COUNTS else FP32) for tag, each in found.items()}
     stocks = {tag: each.relative for tag, each in differences(stock, other).items() if each.relative < math.inf}
-    compared = {tag: (difference, max(stocks.get(tag, 0.0), FP32)) for tag, difference in found.items()}
+    norms = {} if alone is None else {tag: differences(stock, alone)[tag].relative for tag in NORMS}
+    compared = {tag: (each, max(stocks.get(tag, 0.0), norms.get(tag, 0.0), FP32)) for tag, each in found.items()}
     others = [each for each in (other, unshared) if each is not None]
     for tag in compared.keys() & set(COUNTS):
         compared |= {each.tag: (each, allowed) for each, allowed in compare_counts(tag, stock, run, others)}
     return compared
+
+
+def _cancelled(count: Difference) -> float:
+    """By how much two counts of zeros may differ in fp32, relatively."""
+    return CANCELLED / max(*count.one, *count.other, CANCELLED)

@@ -133,8 +133,9 @@ FACTORS: Final[Mapping[str, Mapping[str, str]]] = {
     "saves": {
         "none": "",
         "kept": "--save d --save-interval 6 --save-retain-interval 12 --dist-ckpt-workers 1 --no-save-rng",
+        # By buckets Megatron saves no state of which a replica has nothing, as of padded buckets of a small stage.
         "beside training": "--save d --save-interval 6 --async-save --use-persistent-ckpt-worker "
-        "--async-ckpt-cpu-priority 5",
+        "--async-ckpt-cpu-priority 5 --dist-ckpt-optim-fully-reshardable",
         "non-persistent": "--save d --save-interval 6 --non-persistent-save-interval 4 "
         "--non-persistent-ckpt-type global",
     },

@@ -76,6 +76,12 @@ def test_zeros_in_16_bits_differ_by_chance(pair: tuple[int, int]) -> None:
     assert zeros_outcome([30, pair[0]], [30, pair[1]], None) == (EQUAL if pair == (0, 0) else UNEQUAL), "in fp32"
 
 
+def test_few_elements_cancel_by_chance_in_fp32() -> None:
+    """One was found in 49 runs: in the step after a change of plan, and with three other seeds none."""
+    assert zeros_outcome([64, 64], [64, 65], None) == zeros_outcome([64, 0], [64, 1], None) == EQUAL
+    assert zeros_outcome([64, 64], [64, 67], None) == UNEQUAL
+
+
 def test_chance_alone_makes_no_recipe_of_a_file_unequal() -> None:
     numbers = np.random.default_rng(0)
     for mean in np.repeat([1, 10, 100, 1000], 60):
@@ -222,3 +228,19 @@ def test_what_differs_is_named_with_its_numbers(tmp_path: Path) -> None:
     results.write(line, judge(logged(3.0, norm=1.0), logged(3.0), logged(4.0), None, DEATH, {}))
     [said] = summary(1, 1, [line], results)["unequal"]["first"]
     assert said == f"norm at 1: [1.0] and [], relatively inf (at most {FP32:.2g})"
+
+
+def test_a_norm_of_parameters_that_follows_from_the_number_of_replicas_differs_as_stock_megatrons_does() -> None:
+    """By as much as one replica's does, and nothing else by more."""
+    stock, run, still = ({**logged(3.0), **norms(29.0)}, {**logged(3.0), **norms(29.02)}, logged(4.0))
+    alone = {**logged(9.0), **norms(29.03)}
+    others = {**logged(3.0), **norms(29.01)}
+    assert judge(stock, run, still, others, DEATH, {}).outcome == UNEQUAL
+    assert judge(stock, run, still, others, DEATH, {}, None, alone).outcome == EQUAL
+    assert judge(stock, {**run, **norms(29.06)}, still, others, DEATH, {}, None, alone).outcome == UNEQUAL
+    worse = {**run, ("lm loss", 2): frozenset([3.1])}
+    assert judge(stock, worse, still, others, DEATH, {}, None, alone).outcome == UNEQUAL
+
+
+def norms(value: float) -> Logged:
+    return {(tag, step): frozenset([value]) for tag in ("params-norm", "params-norm vs samples") for step in (1, 2)}
