@@ -25,6 +25,11 @@ class Evidence(StrEnum):
     """A test holds it."""
 
 
+def _given(name: str, values: Mapping[str, Any], flags: Mapping[str, str]) -> str:
+    """An argument as it stands on the command line, where a switch has no value."""
+    return flags[name] if isinstance(values[name], bool) else f"{flags[name]} {values[name]}"
+
+
 @dataclass(frozen=True)
 class Only:
     """Supported with some values only.
@@ -40,7 +45,7 @@ class Only:
     def refusal(self, name: str, values: Mapping[str, Any], flags: Mapping[str, str]) -> str | None:
         if self.accepts(values[name]):
             return None
-        return f"{flags[name]} {values[name]} is not supported with --resihp: {self.mend}"
+        return f"{_given(name, values, flags)} is not supported with --resihp: {self.mend}"
 
     def said(self, flags: Mapping[str, str]) -> str:
         """The same for a table."""
@@ -107,7 +112,7 @@ class Together:
     def refusal(self, name: str, values: Mapping[str, Any], flags: Mapping[str, str]) -> str | None:
         if values[name] is None or self.accepts(values):
             return None
-        return f"{flags[name]} {values[name]} is not supported with --resihp: {self.mend}"
+        return f"{_given(name, values, flags)} is not supported with --resihp: {self.mend}"
 
     def said(self, flags: Mapping[str, str]) -> str:
         """The same for a table."""
@@ -141,7 +146,7 @@ class Rules:
         violated = [] if values[name] is None else [each.mend for each in self.rules if not each.holds(values)]
         if not violated:
             return None
-        return f"{flags[name]} {values[name]} is not supported with --resihp: {'; '.join(violated)}"
+        return f"{_given(name, values, flags)} is not supported with --resihp: {'; '.join(violated)}"
 
     def said(self, flags: Mapping[str, str]) -> str:
         """The same for a table."""
@@ -180,7 +185,7 @@ class NotBeside:
         if not found:
             return None
         said = "; ".join(f"{flags[each.other]}: {each.why}" for each in found)
-        return f"{flags[name]} {values[name]} is not supported with --resihp beside {said}; leave one of them out"
+        return f"{_given(name, values, flags)} is not supported with --resihp beside {said}; leave one of them out"
 
     def said(self, flags: Mapping[str, str]) -> str:
         """The same for a table."""

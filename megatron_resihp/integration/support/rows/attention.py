@@ -114,7 +114,8 @@ _COMPRESSED: Rows = joined(
                 or given["sequence_parallel"]
                 or given["tensor_model_parallel_size"] == 1
             ),
-            "with tensor parallelism add --sequence-parallel, or Megatron doesn't sum gradients of what members share",
+            "with tensor parallelism it needs --sequence-parallel, without which Megatron doesn't sum gradients of "
+            "what members share",
         ),
     ),
     tested(_FLAGS, "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows: data sets, loaders and the tokenizer. Imports `notation`."""
+"""Rows: data sets, loaders and the tokenizer. Imports `notation` and `row`."""
 
 from megatron_resihp.integration.support.notation import (
     Rows,
@@ -30,14 +30,23 @@ _SETS: Rows = joined(
     ),
     at_start(_BUILDER, "num_dataset_builder_threads mid_level_dataset_surplus"),
     kernel(_DATASET, "mmap_bin_files reset_position_ids eod_mask_loss"),
-    refused(
+    inert(
+        "core.datasets.gpt_dataset:_get_ltor_masks_and_position_ids",
         "reset_attention_mask",
-        "Megatron gives the mask to the first and the last stage only, so other stages would change what layers see",
-        "use --dataloader-inter-document-masking",
+        condition=Together(
+            lambda values: (
+                not values["reset_attention_mask"]
+                or not values["create_attention_mask_in_dataloader"]
+                or bool(values.get("dataloader_inter_document_masking"))  # no mask is made then; 0.18 has none
+            ),
+            "Megatron gives the mask to the first and the last stage only, so other stages would change what layers "
+            "see; use --dataloader-inter-document-masking. With --no-create-attention-mask-in-dataloader it does nothing",
+        ),
     ),
     kernel("training.arguments:validate_args", "create_attention_mask_in_dataloader"),
     tested(
-        "integration/test_padding_tokens.py::test_losses_are_masked_the_same_after_a_death", "allow_ambiguous_pad_tokens"
+        "integration/test_padding_tokens.py::test_losses_are_masked_the_same_after_a_death",
+        "allow_ambiguous_pad_tokens",
     ),
     inert("training.arguments:validate_args", "encoder_seq_length"),
     refused(

@@ -9,7 +9,6 @@ from megatron_resihp.integration.support.notation import (
     inert,
     joined,
     kernel,
-    one_of,
     refused,
     tested,
     without,
@@ -129,10 +128,11 @@ _DISPATCH: Rows = joined(
     tested(
         _BALANCE,
         "moe_token_dispatcher_type",
-        condition=one_of(
-            "allgather",
-            "alltoall",
-            mend="flex needs kernels of GPUs, with which no death has been tried; use allgather or alltoall",
+        condition=Together(
+            lambda values: (
+                values["moe_token_dispatcher_type"] in ("allgather", "alltoall") or not values["num_experts"]
+            ),
+            "flex needs kernels of GPUs, with which no death has been tried; use allgather or alltoall",
         ),
     ),
     kernel(

@@ -192,21 +192,21 @@ _RECOMPUTED: Rows = joined(
     ),
 )
 
+_NO_ITERATION = Only(
+    lambda given: "full_iteration" not in (given or ()),
+    "leave full_iteration out, for which Megatron captures graphs without --cuda-graph-impl",
+)
+
 _GRAPHS: Rows = joined(
     refused(
-        "enable_cuda_graph external_cuda_graph cuda_graph_impl cuda_graph_scope_deprecated",
+        "enable_cuda_graph external_cuda_graph cuda_graph_impl",
         "graphs hold the groups and buffers of the epoch in which they were captured",
     ),
     without("cuda_graph_impl", "training.training:train", "cuda_graph_warmup_steps"),
     without("cuda_graph_impl", _CAPTURED, "inference_cuda_graph_scope"),
+    without("cuda_graph_impl", _CAPTURED, "cuda_graph_modules", condition=_NO_ITERATION),
     without(
-        "cuda_graph_impl",
-        _CAPTURED,
-        "cuda_graph_modules",
-        condition=Only(
-            lambda given: "full_iteration" not in given,
-            "leave full_iteration out, for which Megatron captures graphs without --cuda-graph-impl",
-        ),
+        "cuda_graph_impl", "training.arguments:validate_args", "cuda_graph_scope_deprecated", condition=_NO_ITERATION
     ),
 )
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_resihp.integration.support.notation import Rows, joined, tested
-from megatron_resihp.integration.support.row import Clash, NotBeside, Together
+from megatron_resihp.integration.support.row import Clash, NotBeside, Rule, Rules
 
 _ALONE = "no test covers it where replicas share experts"
 _DOCUMENTS = "a worker waits in each layer for those with longer documents, which the detector doesn't know"
@@ -56,13 +56,33 @@ _CLASHES = (
 )
 
 
+def _divides_stages(values: Mapping[str, Any]) -> bool:
+    return bool(values["tensor_model_parallel_size"] % max(values["expert_tensor_parallel_size"], 1) == 0)
+
+
 def _shares_whole_stages(values: Mapping[str, Any]) -> bool:
-    """Whether those that share experts are whole stages of one replica or more. Without experts, Megatron makes the
-    groups all the same."""
-    if not values["num_experts"]:
-        return bool(values["num_distributed_optimizer_instances"] == 1)
-    members, degree = values["expert_tensor_parallel_size"], values["tensor_model_parallel_size"]
-    return bool(degree % members == 0 and members * values["expert_model_parallel_size"] % degree == 0)
+    """Whether those that share experts are whole stages of one replica or more."""
+    sharers = values["expert_tensor_parallel_size"] * values["expert_model_parallel_size"]
+    return bool(sharers % values["tensor_model_parallel_size"] == 0)
+
+
+_WHOLE_STAGES = (
+    Rule(
+        # Megatron makes the groups all the same.
+        lambda values: bool(values["num_experts"] or values["num_distributed_optimizer_instances"] == 1),
+        "without experts it does nothing, which is not tested beside --num-distributed-optimizer-instances; leave one "
+        "of them out",
+    ),
+    Rule(
+        lambda values: not values["num_experts"] or _divides_stages(values),
+        "plans count those that share experts by replicas; let it divide --tensor-model-parallel-size",
+    ),
+    Rule(
+        lambda values: not values["num_experts"] or not _divides_stages(values) or _shares_whole_stages(values),
+        "plans count those that share experts by replicas; let --tensor-model-parallel-size divide its product with "
+        "--expert-model-parallel-size",
+    ),
+)
 
 
 ROWS: Rows = joined(
@@ -74,11 +94,6 @@ ROWS: Rows = joined(
     tested(
         "integration/test_expert_parallelism.py::test_without_experts_their_tensor_parallel_size_does_nothing",
         "expert_tensor_parallel_size",
-        condition=Together(
-            _shares_whole_stages,
-            "plans count those that share experts by replicas, and without experts it does nothing, which is not "
-            "tested beside --num-distributed-optimizer-instances; with experts, let it divide "
-            "--tensor-model-parallel-size, and that divide its product with --expert-model-parallel-size",
-        ),
+        condition=Rules(_WHOLE_STAGES),
     ),
 )

@@ -104,7 +104,9 @@ def test_a_common_command_line_is_taken(check: Check) -> None:
         "--qk-clip --use-distributed-optimizer", "--qk-clip --attention-output-gate",
         "--optimizer lion", "--rerun-mode report_stats", "--ckpt-format fsdp_dtensor",
         "--mla-down-proj-fusion", "--fp8-param-gather", "--fp8-recipe custom", "--fp4-format e2m1", "--fp8-output-proj",
-        "--moe-router-load-balancing-type global_aux_loss", "--moe-token-dispatcher-type flex",
+        "--moe-router-load-balancing-type global_aux_loss", "--moe-token-dispatcher-type flex --num-experts 4",
+        "--reset-attention-mask", "--cuda-graph-scope full_iteration", "--exp-avg-dtype bf16",
+        "--exp-avg-sq-dtype fp16", "--main-params-dtype fp16", "--main-grads-dtype bf16",
         "--hybrid-context-parallel", "--experimental-attention-variant dsa",
     ],
 )  # fmt: skip
@@ -118,6 +120,49 @@ def test_what_is_not_known_to_work_is_refused_by_name(
         pytest.fail(f"Megatron does not know {command}")
     assert f"{flag} " in line
     assert "leave" in line or "only" in line or "use " in line, "says what to do instead"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "--moe-token-dispatcher-type flex", "--cuda-graph-scope full", "--exp-avg-dtype fp32",
+        "--reset-attention-mask --no-create-attention-mask-in-dataloader",
+        pytest.param("--reset-attention-mask --dataloader-inter-document-masking", marks=SINCE_019),
+    ],
+)  # fmt: skip
+def test_what_does_nothing_beside_the_other_flags_is_taken(check: Check, command: str) -> None:
+    assert check(*COMMON, *command.split()).switched_on
+
+
+def test_switches_have_no_value_in_a_refusal(check: Check, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [word for word in COMMON if word != "--sequence-parallel"]
+    with pytest.raises(SystemExit):
+        check(*words, "--multi-latent-attention")
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "--multi-latent-attention" in line]
+    assert (
+        "--multi-latent-attention is not supported with --resihp: " in line and "it needs --sequence-parallel" in line
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "said", "unsaid"),
+    [
+        ("--expert-tensor-parallel-size 4 --num-experts 4", "let it divide --tensor-model-parallel-size", "product"),
+        ("--expert-tensor-parallel-size 1 --num-experts 4", "divide its product", "let it divide"),
+        (
+            "--expert-tensor-parallel-size 2 --num-distributed-optimizer-instances 2",
+            "beside --num-distributed-optimizer-instances; leave one of them out",
+            "divide",
+        ),
+    ],
+)
+def test_only_what_is_wrong_with_members_of_an_expert_is_said(
+    check: Check, capsys: pytest.CaptureFixture[str], command: str, said: str, unsaid: str
+) -> None:
+    with pytest.raises(SystemExit):
+        check(*COMMON, *command.split())
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "--expert-tensor-parallel-size " in line]
+    assert said in line and unsaid not in line
 
 
 def test_what_a_script_sets_by_default_is_checked_too(check: Check, capsys: pytest.CaptureFixture[str]) -> None:

@@ -201,7 +201,9 @@ def test_what_does_nothing_without_another_flag_still_lacks_it() -> None:
         other, _, value = row.without.partition("=")
         if value:
             condition = TABLE[other].condition
-            assert condition is not None and condition.refusal(other, {other: value}, {other: other}), row.name
+            assert condition is not None and condition.refusal(
+                other, {"num_experts": 8, other: value}, {other: other}
+            ), row.name
         elif other:
             assert not TABLE[other].supported, f"{row.name} is said to do nothing without {other}"
 
