@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import megatron_resihp
 from megatron_resihp.control.commands import (
@@ -38,6 +39,8 @@ NEED_TORCH: Final = frozenset({"launch", "check", "health", "inject", "apply", "
 """Commands that need the extra `train`. Scripts may bring their own Megatron."""
 GO_ON_UNREAD: Final = frozenset({"launch", "coordinator", "health", "replay"})
 """Commands that matter for what they do, or for their exit code: they do it though nobody takes what they print."""
+TAKE_SCRIPT: Final = ("launch", "check")
+"""Commands whose last arguments are a script's."""
 SCRIPTS: Final = ("pretrain_gpt.py", "make_dataset.py")
 """Scripts that come with the package."""
 
@@ -45,7 +48,9 @@ SCRIPTS: Final = ("pretrain_gpt.py", "make_dataset.py")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     parser = command_parser()
-    namespace = parser.parse_args(argv)
+    namespace, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.exit(2, f"resihp: {_of_unknown(namespace.command, unknown)}\n")
     if namespace.command is None:
         parser.print_help()
         return 2
@@ -59,6 +64,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("resihp: interrupted", file=sys.stderr)
         return 130
+
+
+def _of_unknown(command: str | None, words: Sequence[str]) -> str:
+    """What to say of words that a command doesn't take."""
+    said = f"{' '.join(words)}: not an option of {f'resihp {command}' if command else 'resihp'}"
+    if command in TAKE_SCRIPT:
+        return f"{said}; Megatron's flags stand after the script, and resihp {command} --help lists what stands before"
+    return f"{said}; see --help"
+
+
+class _CommandParser(argparse.ArgumentParser):
+    """Says what is wrong in one line: that of all options, which argparse prints above it, fills a terminal."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"resihp: {message}{_hint(message)}; see {self.prog} --help\n")
+
+
+def _hint(message: str) -> str:
+    """A flag whose value a shell has lost takes the next word for it, or finds none."""
+    lost = "expected one argument" in message or re.search(r"value: '([^']*\.py)?'", message)
+    return " (an unset shell variable?)" if lost else ""
 
 
 def _left(code: int) -> int:
@@ -88,7 +114,7 @@ def command_parser() -> argparse.ArgumentParser:
         description="Keeps a Megatron-LM training job running in place when workers die, slow down or come back.",
     )
     parser.add_argument("--version", action=_Version, help="print this package's and its dependencies' versions")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_CommandParser)
     launch = _parser(commands, "launch", "start a training script on this node and keep the job running")
     launch_options.add_arguments(launch)
     launch.epilog = launch_options.EPILOG

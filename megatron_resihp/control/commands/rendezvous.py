@@ -125,7 +125,9 @@ def _address(said: Mapping[str, Any], backend: str, nodes: int) -> Address | Non
             text = f"{text}:{PORTS[backend]}"
     elif backend == STATIC and ("master_port" in said or (nodes > 1 and "master_addr" in said)):
         flag = "--master-addr, --master-port"
-        text = f"{said.get('master_addr', '127.0.0.1')}:{said.get('master_port', PORTS[STATIC])}"
+        host = said.get("master_addr", "127.0.0.1")
+        host = f"[{host}]" if ":" in host and not host.startswith("[") else host
+        text = f"{host}:{said.get('master_port', PORTS[STATIC])}"
     else:
         return None
     if text.endswith(":0"):

@@ -57,6 +57,26 @@ def test_bad_options(capsys: pytest.CaptureFixture[str], script: str, arguments:
 
 
 @pytest.mark.parametrize("command", ["launch", "check"])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--nproc-per-node 8 --distributed-timeout-minutes 10", "; Megatron's flags stand after the script, and "),
+        ("--nproc_per_node 8 --master_port", "invalid int value: '{}' (an unset shell variable?); see "),
+        ("--nproc_per_node --nnodes 1", "--nproc_per_node: expected one argument (an unset shell variable?); see "),
+    ],
+)
+def test_words_before_the_script_that_can_not_be_read(
+    capsys: pytest.CaptureFixture[str], script: str, command: str, words: str, said: str
+) -> None:
+    """In one line: all the options, above what is wrong, fill a terminal."""
+    with pytest.raises(SystemExit) as ended:
+        main([command, *words.split(), script, "--lr", "1"])
+    err = capsys.readouterr().err
+    assert ended.value.code == 2 and err.startswith("resihp: ") and err.count("\n") == 1
+    assert said.replace("{}", script) in err
+
+
+@pytest.mark.parametrize("command", ["launch", "check"])
 def test_help_says_that_flags_of_torchrun_are_taken(capsys: pytest.CaptureFixture[str], command: str) -> None:
     with pytest.raises(SystemExit):
         main([command, "--help"])
