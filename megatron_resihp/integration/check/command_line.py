@@ -107,16 +107,27 @@ def _readable(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple[li
         except argparse.ArgumentError as error:
             flags = (error.argument_name or "").split("/")
             wrong = f"{error.argument_name}: {error.message}"
+            values = [given for flag, _, given in _pairs(left) if flag in flags]
         except (KeyError, ValueError) as error:
             # Some of Megatron's flags look their values up in enumerations.
             value = error.args[0] if error.args else None
             flags = [flag for flag, _, given in _pairs(left) if given == value][:1]
             wrong = f"{' '.join(flags)} {value}: no such value".lstrip()
-        refusals.append(f"{wrong}; see Megatron's --help")
+            values = [str(value)]
+        refusals.append(f"{wrong}; {_mend(values)}")
         fewer = _without(left, flags)
         if len(fewer) == len(left):
             return None, [], refusals
         left = fewer
+
+
+def _mend(values: Sequence[str]) -> str:
+    """What to do about values of a flag that Megatron's parser can't read."""
+    if "" in values:
+        return "an empty word: an unset shell variable?"
+    if any(len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" for value in values):
+        return "remove the quotes inside of the quotes"
+    return "see Megatron's --help"
 
 
 def _stray(

@@ -8,14 +8,28 @@ from difflib import get_close_matches
 from typing import Final
 
 FORMER: Final[Mapping[str, str]] = {
-    "--DDP-impl": "Megatron has only one now",
-    "--data-impl": "Megatron has only one now",
-    "--log-batch-size-to-tensorboard": "Megatron always logs it",
-    "--no-async-tensor-model-parallel-allreduce": "Megatron always overlaps this sum",
-    "--no-query-key-layer-scaling": "nothing is scaled without --apply-query-key-layer-scaling",
-    "--use-legacy-models": "Megatron has no such models any more",
+    "--DDP-impl": "leave it out: Megatron has only one now",
+    "--async-tensor-model-parallel-allreduce": "leave it out: Megatron always overlaps this sum",
+    "--checkpoint-num-layers": "give --recompute-num-layers",
+    "--data-impl": "leave it out: Megatron has only one now",
+    "--enable-gloo-process-groups": "leave it out: they are there without --disable-gloo-process-groups",
+    "--fp8-e4m3": "give --fp8-format e4m3",
+    "--fp8-hybrid": "give --fp8-format hybrid",
+    "--hybrid-attention-ratio": "leave it out: --hybrid-layer-pattern says where these layers are",
+    "--hybrid-mlp-ratio": "leave it out: --hybrid-layer-pattern says where these layers are",
+    "--legacy-tokenizer": "leave it out: Megatron has only one kind of tokenizers now",
+    "--log-batch-size-to-tensorboard": "leave it out: Megatron always logs it",
+    "--moe-extended-tp": "give --expert-tensor-parallel-size",
+    "--moe-use-legacy-grouped-gemm": "leave it out: --moe-grouped-gemm has only one implementation now",
+    "--no-async-tensor-model-parallel-allreduce": "leave it out: Megatron always overlaps this sum",
+    "--no-query-key-layer-scaling": "leave it out: nothing is scaled without --apply-query-key-layer-scaling",
+    "--use-contiguous-parameters-in-local-ddp": "leave it out: Megatron's are always contiguous",
+    "--use-custom-fsdp": "it is --use-megatron-fsdp now, which --resihp refuses: use --use-distributed-optimizer",
+    "--use-legacy-models": "leave it out: Megatron has no such models any more",
+    "--wandb-name": "give --wandb-exp-name",
 }
-"""Flags that Megatron had once, and why they can be left out."""
+"""Flags that Megatron had once, or that many scripts of forks give, and what to do now."""
+OF_A_FORK: Final = "a fork's flag? leave it out only if the model does not need it"
 WORD: Final = 5
 """Letters of a word in which one that is mistyped is still known. Shorter ones are often words of their own."""
 LIKENESS: Final = 0.75
@@ -29,7 +43,7 @@ def explained(flag: str, known: Iterable[str], commands: Mapping[str, str]) -> s
         commands: our commands' own options, and whose they are.
     """
     if flag in FORMER:
-        return f"{flag} (leave it out: {FORMER[flag]})"
+        return f"{flag} ({FORMER[flag]})"
     if flag in commands:
         return f"{flag} (an option of {commands[flag]}: put it before the script)"
     near = _meant(flag, known)
@@ -41,15 +55,18 @@ def refusal(flag: str, known: Iterable[str], commands: Mapping[str, str]) -> str
     if flag in commands:
         return f"{flag} is an option of {commands[flag]}; put it before the script"
     if flag in FORMER:
-        mend = f"leave it out: {FORMER[flag]}"
+        mend = FORMER[flag]
     else:
         near = _meant(flag, known)
-        mend = f"do you mean {near}?" if near else "leave it out"
+        mend = f"do you mean {near}?" if near else OF_A_FORK
     return f"{flag}: neither Megatron nor the script has this flag; {mend}"
 
 
 def of_words(flag: str, words: Sequence[str]) -> str:
     """What to say of words that no flag takes. `flag`: the one before them, or an empty string."""
+    if not any(words):
+        place = f"after {flag}" if flag else "before the first flag"
+        return f"an empty word {place}, which no flag takes: an unset shell variable?"
     what = "this word" if len(words) == 1 else "these words"
     value = f"if the value of {flag} has spaces, quote it; otherwise " if flag else ""
     return f"{' '.join(words)}: no flag takes {what}; {value}leave out `{' '.join(words)}`"

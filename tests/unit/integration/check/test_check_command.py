@@ -116,7 +116,7 @@ def test_flags_that_the_script_is_known_not_to_have(look: Look) -> None:
     refusals = found.as_json()["refusals"]
     assert [(each["flag"], each["fix"]) for each in refusals] == [
         ("--no-query-key-layer-scaling", "leave it out: nothing is scaled without --apply-query-key-layer-scaling"),
-        ("--no-such-flag", "leave it out"),
+        ("--no-such-flag", "a fork's flag? leave it out only if the model does not need it"),
         ("--tensor-model-paralel-size", "do you mean --tensor-model-parallel-size?"),
     ]
     assert {each["reason"].partition(": ")[2] for each in refusals} == {"neither Megatron nor the script has this flag"}
@@ -141,6 +141,38 @@ def test_words_that_no_flag_takes(look: Look) -> None:
             ("words", "this word", "--sequence-parallel"),
         )
     ]
+
+
+def test_an_empty_word(look: Look) -> None:
+    """A shell has put nothing in the place of a variable that it doesn't know."""
+    Path("train.py").write_text(COMPLETE)
+    found = look("--sequence-parallel '' --num-query-groups ''")
+    assert {(each["reason"], each["fix"]) for each in found.as_json()["refusals"]} == {
+        ("an empty word after --sequence-parallel, which no flag takes", "an unset shell variable?"),
+        ("--num-query-groups: invalid int value: ''", "an empty word: an unset shell variable?"),
+    }
+
+
+def test_quotes_inside_of_quotes(look: Look) -> None:
+    (refusal,) = look("""--moe-layer-freq "'([0]*3+[1]*5)'" """).refusals
+    assert refusal.startswith("--moe-layer-freq: ") and refusal.endswith("; remove the quotes inside of the quotes")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--fp8-hybrid", "give --fp8-format hybrid"),
+        ("--checkpoint-num-layers 1", "give --recompute-num-layers"),
+        ("--wandb-name run", "give --wandb-exp-name"),
+        ("--legacy-tokenizer", "leave it out: Megatron has only one kind of tokenizers now"),
+    ],
+)
+def test_flags_that_megatron_had_once(look: Look, words: str, said: str) -> None:
+    flag = words.split()[0]
+    assert look(words).unknown == (f"{flag} ({said})",)
+    Path("train.py").write_text(COMPLETE)
+    (refusal,) = look(words).refusals
+    assert refusal == f"{flag}: neither Megatron nor the script has this flag; {said}"
 
 
 def test_words_that_only_the_script_may_know(look: Look) -> None:
