@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import io
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 LEFT_OUT = "official_hybrid"
+LIST = re.compile(r"\[[^\[\],]*\]")
 ONE_TEXT = ("--step-batch-size-schedule",)
 
 
@@ -58,8 +60,9 @@ def read_recipes(text: str) -> list[Mapping[str, Any]]:
 
 
 def as_words(args: Iterable[str]) -> list[str]:
-    """Arguments as Megatron's test harness hands them on: it writes several values as one, `[a b]`."""
-    return [word for each in args for word in (each[1:-1].split() if each[:1] + each[-1:] == "[]" else [each])]
+    """Arguments as Megatron's test harness hands them on: it writes several values as one, `[a b]`. A list of numbers
+    with commas, such as `[0,1]`, and a sum of lists are one value of Megatron's own."""
+    return [word for each in args for word in (each[1:-1].split() if LIST.fullmatch(each) else [each])]
 
 
 def quoted(words: Iterable[str]) -> list[str]:

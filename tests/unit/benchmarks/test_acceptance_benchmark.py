@@ -52,6 +52,13 @@ def test_lists_of_megatrons_test_harness_are_several_words(acceptance: ModuleTyp
     assert words == ["--modules", "attn", "mlp", "--split", "9,1"]
 
 
+@pytest.mark.parametrize("value", ["[0,1,1]", "[0]*3+[1]", "([0]*3+[1]*5)"])
+def test_a_pattern_of_layers_is_one_word(acceptance: ModuleType, value: str) -> None:
+    words = ["--num-experts", "8", "--moe-layer-freq", value]
+    assert acceptance.as_words(words) == words and acceptance.as_words(["[moe_act]"]) == ["moe_act"]
+    assert acceptance.checker()("pattern", words).accepted
+
+
 def test_shell_variables_may_stand_for_numbers(acceptance: ModuleType) -> None:
     words = ["--seed", "${REPEAT}", "--save", "$OUTPUT"]
     assert acceptance.checker()("variables", words).accepted
