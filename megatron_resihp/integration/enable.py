@@ -15,8 +15,10 @@ from megatron_resihp.config import ResihpConfig
 from megatron_resihp.control.node.bootstrap import leave_to_agent
 from megatron_resihp.control.worker.identity import Identity, UnlikeError
 from megatron_resihp.integration import releases
+from megatron_resihp.integration.failing import fail
 from megatron_resihp.integration.patch import Patch, PatchError, apply_all
 from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
+from megatron_resihp.integration.tree import Tree, found
 
 _enabled = False
 
@@ -27,18 +29,20 @@ def enable() -> None:
     if _enabled:
         return
     _enabled = True
-    if os.environ.get("RESIHP_CPU") == "1":
-        cpu.install(force=True)
-    from megatron_resihp.integration.patches.flags import (
-        YAML,
-        fail,
-        make_wrap_validate_args,
-        reads_yaml,
-        wrap_add_megatron_arguments,
-    )
-
-    problem = _device_problem() or version_problem()
-    if problem:
+    if problem := version_problem():
+        fail(problem)
+    try:
+        if os.environ.get("RESIHP_CPU") == "1":
+            cpu.install(force=True)
+        from megatron_resihp.integration.patches.flags import (
+            YAML,
+            make_wrap_validate_args,
+            reads_yaml,
+            wrap_add_megatron_arguments,
+        )
+    except ImportError as error:
+        fail(mismatch(error))
+    if problem := _device_problem():
         fail(problem)
     if reads_yaml(sys.argv):
         fail(YAML)
@@ -50,7 +54,7 @@ def enable() -> None:
     try:
         apply_all(patches)
     except PatchError as error:
-        fail(_mismatch(error))
+        fail(mismatch(error))
 
 
 def _device_problem() -> str | None:
@@ -65,30 +69,35 @@ def _device_problem() -> str | None:
     )
 
 
-def version_problem() -> str | None:
-    """Why this Megatron can't be patched; None: it can."""
-    from megatron.core.package_info import __version__
+def version_problem(tree: Tree | None = None) -> str | None:
+    """Why the Megatron of this process can't be patched, by its version; None: it can, or there is none.
 
-    if releases.installed() is not None:
+    Args:
+        tree: that one; None: it is looked for.
+    """
+    tree = tree or found()
+    if tree is None or releases.row_of(tree.numbers) is not None:
         return None
+    return f"megatron-core {tree} is not supported; install {releases.requirement()} {_checkout()}"
+
+
+def mismatch(error: ImportError | PatchError) -> str:
+    """What to say of a Megatron that calls itself supported and lacks what the patches or its own modules need."""
+    lacking = error.name if isinstance(error, ImportError) else None
+    if lacking and lacking.partition(".")[0] not in ("megatron", __name__.partition(".")[0]):
+        cause = f"Megatron ({found()}) can't be imported: {error}"
+        return f"{cause}; install {lacking}, or use megatron-core {releases.supported()} {_checkout()}"
+    cause = f"this Megatron ({found()}) is not what the patches were written for: {error}"
+    return f"{cause}; use megatron-core {releases.supported()} {_checkout()}"
+
+
+def _checkout() -> str:
     *_, newest = releases.RELEASES.values()
-    return (
-        f"megatron-core {__version__} is not supported; install {releases.requirement()} or, if the script is in a "
-        f"checkout of Megatron-LM, check out {newest.checkout}"
-    )
-
-
-def _mismatch(error: PatchError) -> str:
-    from megatron.core.package_info import __version__
-
-    cause = f"this Megatron ({__version__}) is not what the patches were written for: {error}"
-    return f"{cause}; use megatron-core {releases.supported()}"
+    return f"or, if the script is in a checkout of Megatron-LM, check out {newest.checkout}"
 
 
 def _switch_on(config: ResihpConfig, derived: DerivedArguments, identify: Callable[[], Identity]) -> None:
     """Called by Megatron's argument validation: the plugin connects when start-up reaches initialize_megatron."""
-    from megatron_resihp.integration.patches.flags import fail
-
     if "RESIHP_STORE" not in os.environ:
         fail("--resihp needs the control plane; start the job with `resihp launch`")
     leave_to_agent(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -101,7 +110,7 @@ def _switch_on(config: ResihpConfig, derived: DerivedArguments, identify: Callab
     try:
         apply_all([patch, *writer_patches()])
     except PatchError as error:
-        fail(_mismatch(error))
+        fail(mismatch(error))
 
 
 def writer_patches() -> list[Patch]:
@@ -125,7 +134,6 @@ def _first_initialize(config: ResihpConfig, derived: DerivedArguments, identify:
     def initialize_megatron(*positional, **options):  # type: ignore[no-untyped-def]
         from megatron_resihp.integration.patches.experts.additional_rounds import round_patches
         from megatron_resihp.integration.patches.experts.uneven import uneven_patches
-        from megatron_resihp.integration.patches.flags import fail
         from megatron_resihp.integration.patches.startup import create_runtime, wrap_initialize_megatron
         from megatron_resihp.integration.patches.training import training_patches
         from megatron_resihp.integration.probes.injection_points import injection_patches
@@ -146,7 +154,7 @@ def _first_initialize(config: ResihpConfig, derived: DerivedArguments, identify:
                 + uneven_patches(runtime)
             )
         except PatchError as error:
-            fail(_mismatch(error))
+            fail(mismatch(error))
         return wrap_initialize_megatron(runtime, original)(*positional, **options)
 
     return initialize_megatron

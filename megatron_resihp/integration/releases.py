@@ -88,7 +88,12 @@ def installed() -> Release | None:
     """The row of the megatron-core that is imported here; None: it is not supported."""
     from megatron.core.package_info import MAJOR, MINOR
 
-    release = RELEASES.get((MAJOR, MINOR))
+    return row_of((MAJOR, MINOR))
+
+
+def row_of(numbers: tuple[int, int] | None) -> Release | None:
+    """The row of a major and minor version; None: it is not supported."""
+    release = RELEASES.get(numbers) if numbers else None
     return release if release and (release.let_in or os.environ.get(TRY) == "1") else None
 
 

@@ -61,19 +61,50 @@ def run(namespace: argparse.Namespace) -> int:
         print(f"resihp: {error}", file=sys.stderr)
         return exit_codes.REFUSED
     sys.path.insert(0, str(script.resolve().parent) if options.module is None else os.getcwd())
-    # The script may bring its own Megatron.
-    if problem := missing(["megatron.core"]):
-        print(f"resihp: {problem}", file=sys.stderr)
+    # The script may bring its own Megatron. None of it is imported before its version is known: a fork's may fail.
+    from megatron_resihp.integration.enable import mismatch, version_problem
+    from megatron_resihp.integration.patch import PatchError
+
+    problem = version_problem()
+    if problem is None and (lacking := missing(["megatron.core"])):
+        print(f"resihp: {lacking}", file=sys.stderr)
         return exit_codes.REFUSED
+    if problem is None:
+        try:
+            found = _looked(options, script, namespace.memory_gib, uncounted)
+        except (ImportError, PatchError) as error:
+            problem = mismatch(error)
+    if problem is not None:
+        found = _of_wrong_megatron(options, uncounted, problem)
+    print(json.dumps(found.as_json(), indent=2) if namespace.json else "\n".join(found.lines()))
+    return exit_codes.FINISHED if found.let_in else exit_codes.REFUSED
+
+
+def _looked(options: LaunchOptions, script: Path, memory_gib: float | None, uncounted: str | None) -> Findings:
+    """What there is to say of a job, with the stand-in in place."""
+    from megatron_resihp import cpu
+
     with warnings.catch_warnings():
         # Megatron names each library that is not installed here.
         warnings.simplefilter("ignore")
-        from megatron_resihp import cpu
-
         cpu.install(force=True)
-        found = look(options, script, namespace.memory_gib, uncounted=uncounted)
-    print(json.dumps(found.as_json(), indent=2) if namespace.json else "\n".join(found.lines()))
-    return exit_codes.FINISHED if found.let_in else exit_codes.REFUSED
+        return look(options, script, memory_gib, uncounted=uncounted)
+
+
+def _of_wrong_megatron(options: LaunchOptions, uncounted: str | None, problem: str) -> Findings:
+    """What there is to say where Megatron is none that is supported."""
+    from megatron_resihp.integration.check.findings import Findings
+
+    stock = "to see what is said of the flags, give them to pretrain_gpt.py of a supported Megatron-LM"
+    return Findings(_job(options, uncounted), refusals=(problem,), notes=(stock,))
+
+
+def _job(options: LaunchOptions, uncounted: str | None) -> str:
+    """What is asked about, in words."""
+    size = options.size
+    plural = "" if size.workers == 1 else "s"
+    workers = f"{size.workers} worker{plural} ({size})" if uncounted is None else "an unknown number of workers"
+    return f"{options.module or options.command[0]}, {workers}"
 
 
 def _asked(namespace: argparse.Namespace) -> tuple[LaunchOptions, str | None]:
@@ -126,20 +157,13 @@ def look(
     from megatron_resihp.integration.check.findings import Findings
     from megatron_resihp.integration.check.script import read_script
     from megatron_resihp.integration.check.unknown import explained
-    from megatron_resihp.integration.enable import version_problem
 
     size = options.size
-    plural = "" if size.workers == 1 else "s"
-    workers = f"{size.workers} worker{plural} ({size})" if uncounted is None else "an unknown number of workers"
-    job = f"{options.module or options.command[0]}, {workers}"
-    if problem := version_problem():
-        stock = "to see what is said of the flags, give them to pretrain_gpt.py of a supported Megatron-LM"
-        return Findings(job, refusals=(problem,), notes=(stock,))
     text = read_script(script, [Path(each) for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each])
     line = read_command_line(options.arguments, size.workers if uncounted is None else None, text.defaults)
     outlook, assumed, unplanned = _outlook(line, options, memory_gib)
     return Findings(
-        job=job,
+        job=_job(options, uncounted),
         refusals=(*_refusals(line, text, uncounted), *unplanned),
         environment=(*overruled(environment), *warnings_of(environment)),
         without_overlap=tuple(_without_overlap(line)),

@@ -9,22 +9,21 @@ import contextlib
 import functools
 import io
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from megatron.core.dist_checkpointing.strategies.nvrx import NVRX_MIN_VERSION
 from megatron.core.dist_checkpointing.strategies.torch import get_async_strategy
 
 from megatron_resihp import cpu
 from megatron_resihp.config import ConfigError, ResihpConfig, add_arguments
-from megatron_resihp.control import exit_codes
 from megatron_resihp.control.node.environment import MAX_RESTARTS, SLOTS, give_back_nccl
 from megatron_resihp.control.replanning.change import ChangeRefused, plan_of
 from megatron_resihp.control.worker.identity import Identity
 from megatron_resihp.cost.profile import ProfileError, load_profile
+from megatron_resihp.integration.failing import fail
 from megatron_resihp.integration.patches.context import check_sharing
 from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
 from megatron_resihp.integration.patches.identity import identity_of
@@ -330,11 +329,3 @@ def _check_streams(config: ResihpConfig, args: argparse.Namespace) -> None:
     if own and args.te_rng_tracker and (args.recompute_activations or args.recompute_granularity == "selective"):
         mend = "leave it out, recompute whole layers, or set dropout to 0"
         raise ConfigError(f"--te-rng-tracker has other masks in parts of a layer that are recomputed; {mend}")
-
-
-def fail(*texts: str) -> NoReturn:
-    """End with these lines on stderr and argparse's exit code; the job's end gives the first as its reason."""
-    for text in texts:
-        print(f"resihp: {text}", file=sys.stderr, flush=True)
-    more = f" (and {len(texts) - 1} more, see its log)" if len(texts) > 1 else ""
-    raise SystemExit(exit_codes.REFUSED) from ConfigError(texts[0] + more)

@@ -49,6 +49,7 @@ from megatron_resihp.detector.input.wire import pack
 from megatron_resihp.events.workers import WorkerStarted
 from megatron_resihp.executor.groups.communicators import Communicators
 from megatron_resihp.executor.groups.control_store import ControlStore
+from megatron_resihp.integration.failing import fail
 from megatron_resihp.integration.job import Job, job_of
 from megatron_resihp.integration.loop import nccl_watch
 from megatron_resihp.integration.loop.device_loss import abort_or_die
@@ -57,7 +58,6 @@ from megatron_resihp.integration.loop.preparing import Preparation
 from megatron_resihp.integration.loop.reach_watch import ReachWatch
 from megatron_resihp.integration.patches.counting import sizes_as_they_are
 from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
-from megatron_resihp.integration.patches.flags import fail
 from megatron_resihp.integration.patches.own_functions import unheeded
 from megatron_resihp.integration.probes.device_slowing import DeviceSlowing
 from megatron_resihp.integration.probes.emulation import padding_of

@@ -11,6 +11,8 @@ import inspect
 import itertools
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +30,7 @@ from megatron_resihp.integration.releases import RELEASES, TRY, Release, install
 from megatron_resihp.integration.streams.patches import patches_of as stream_patches
 from megatron_resihp.integration.support import LACKING, TABLE
 from megatron_resihp.integration.support.page import RELEASE as DAILY
+from megatron_resihp.integration.tree import found, tree_of
 
 SIGNATURES = Path(__file__).with_name("signatures")
 
@@ -79,11 +82,55 @@ def test_only_releases_that_have_been_tried_are_let_in(
     monkeypatch: pytest.MonkeyPatch, version: tuple[int, int], is_supported: bool
 ) -> None:
     monkeypatch.delenv(TRY, raising=False)
-    monkeypatch.setattr(package_info, "MAJOR", version[0])
-    monkeypatch.setattr(package_info, "MINOR", version[1])
-    problem = enable.version_problem()
+    numbers = dict(zip(("MAJOR", "MINOR", "PATCH"), (*version, 0), strict=True))
+    problem = enable.version_problem(tree_of(Path("there"), numbers))
     assert (problem is None) == is_supported
     assert is_supported or "install megatron-core>=0.18,<0.20" in str(problem)
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("MAJOR = 0\nMINOR = 11\nPATCH = 0\nPRE_RELEASE = 'rc0'\nraise SystemExit('not to be run')", "0.11.0rc0"),
+    ("MAJOR = 'none'", "of no known version"),
+    (None, "of no known version"),
+])  # fmt: skip
+def test_the_version_of_a_checkout_that_comes_first_and_can_not_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, said: str
+) -> None:
+    make_tree(tmp_path, text)
+    (tmp_path / "megatron" / "__init__.py").write_text("raise SystemExit('not to be run')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert str(enable.version_problem()).startswith(f"megatron-core {said} in {tmp_path} is not supported; ")
+
+
+def test_a_worker_beside_a_megatron_of_another_version_ends_with_one_line(tmp_path: Path) -> None:
+    make_tree(tmp_path, "MAJOR = 0\nMINOR = 12\nPATCH = 1\n")
+    command = [sys.executable, "-c", "import megatron_resihp; megatron_resihp.enable()"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and line.startswith(f"resihp: megatron-core 0.12.1 in {tmp_path} is not supported; ")
+
+
+def test_the_version_of_the_installed_megatron() -> None:
+    tree = found()
+    assert tree is not None and tree.numbers == (package_info.MAJOR, package_info.MINOR)
+    assert tree.folder / "megatron" / "core" / "package_info.py" == Path(package_info.__file__)
+
+
+def test_modules_that_a_supported_megatron_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_tree(tmp_path, "MAJOR = 0\nMINOR = 18\nPATCH = 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    ours = enable.mismatch(ModuleNotFoundError("No module named 'megatron.core.new'", name="megatron.core.new"))
+    assert ours.startswith(f"this Megatron (0.18.0 in {tmp_path}) is not what the patches were written for: No module")
+    other = enable.mismatch(ModuleNotFoundError("No module named 'six'", name="six"))
+    assert f"can't be imported: No module named 'six'; install six, or use megatron-core {supported()}" in other
+
+
+def make_tree(folder: Path, package_info: str | None) -> None:
+    core = folder / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("import no_such_module")
+    if package_info is not None:
+        (core / "package_info.py").write_text(package_info)
 
 
 def test_tests_may_use_a_release_that_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -535,3 +536,30 @@ def test_without_megatron(look: Look, capsys: pytest.CaptureFixture[str], monkey
     monkeypatch.setattr(command, "missing", lambda modules: f"{' and '.join(modules)} is not installed")
     assert command.run(parser.parse_args(["train.py"])) == 2
     assert capsys.readouterr().err == "resihp: megatron.core is not installed\n"
+
+
+def test_a_megatron_of_another_version_beside_the_script(
+    look: Look, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fork's: it can't be imported here, and nobody tries."""
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("import no_such_module")
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 12\nPATCH = 1\n")
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.setattr("sys.path_importer_cache", {})
+    code, out, _ = run(f"--json {TORCHRUN} train.py {LLAMA} --resihp", capsys, monkeypatch)
+    (refusal,) = json.loads(out)["refusals"]
+    assert code == 2 and refusal["reason"] == f"megatron-core 0.12.1 in {tmp_path} is not supported"
+
+
+def test_a_megatron_that_lacks_modules_of_its_release(
+    look: Look, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacks(*_: Any, **__: Any) -> Findings:
+        raise ModuleNotFoundError("No module named 'megatron.core.new'", name="megatron.core.new")
+
+    monkeypatch.setattr(command, "look", lacks)
+    code, out, _ = run(f"--json {TORCHRUN} train.py {LLAMA} --resihp", capsys, monkeypatch)
+    (refusal,) = json.loads(out)["refusals"]
+    assert code == 2 and refusal["reason"].endswith("patches were written for: No module named 'megatron.core.new'")
