@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Units that are slow in bursts shorter than an iteration, in which their residual hides it. Imports numpy.
+"""Units that are slow in bursts shorter than an iteration, in which their residual hides it. Imports numpy and scipy.
 
 A residual leaves out ops that took much longer than the others, because a hiccup is no slowness. But a device that is
 slow in some ops of each iteration loses that time. Where nearly all of the newest iterations show such a loss, and
-other units don't, the residual is that of the sums of measured and predicted time, with nothing left out. Units without
-bursts keep their residuals, and so their thresholds.
+neither the unit nor others usually have it, the residual is that of the sums of measured and predicted time, with
+nothing left out. Units without bursts keep their residuals, and so their thresholds.
 """
 
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import bdtrc
+
+from megatron_resihp.detector.judging.sequential import window_probability
 
 ITERATIONS: Final = 8
 """Newest iterations that tell."""
@@ -21,6 +24,8 @@ FEWEST_LATER: Final = 2
 LOST: Final = 0.1
 """Time lost in bursts, log of the ratio of times, relative to the usual one of all units. Ops on busy hosts lose some
 percent at times."""
+OF_ALL: Final = 30.0
+"""Iterations as which the share of all units counts in what is usual for one of them."""
 
 
 class Bursts:
@@ -32,7 +37,18 @@ class Bursts:
 
     def __init__(self, units: int) -> None:
         self._lost = np.zeros((ITERATIONS, units))
+        self._held = np.zeros(units)  # how many of these are known
+        self._rows = np.zeros(units)  # older ones without bursts, and how many of them have lost much
+        self._hits = np.zeros(units)
         self._seen = np.zeros(units, dtype=bool)
+        self._chance = 0.0
+
+    def budget(self, false_alarms: float, iterations: int, units: int) -> None:
+        """Set the accepted false alarms of a job; `units` counts the units of all kinds together.
+
+        Taking hiccups for bursts raises a level, and so an alarm. It is as rare as an alarm by a window.
+        """
+        self._chance = window_probability(false_alarms, iterations, units)
 
     def residuals(self, robust: NDArray[np.float64], plain: NDArray[np.float64]) -> NDArray[np.float64]:
         """[units] the residuals of one iteration, NaN where unknown.
@@ -44,10 +60,31 @@ class Bursts:
         known = np.isfinite(lost)
         if not known.any():
             return robust
-        lost = lost - np.median(lost[known])
-        self._lost[1:] = np.where(known, self._lost[:-1], self._lost[1:])
-        self._lost[0] = np.where(known, lost, self._lost[0])
+        self._take_in(lost - np.median(lost[known]), known)
         times = (np.abs(self._lost) >= LOST).sum(axis=0)
         begin = (times >= FEWEST) & (self._lost.mean(axis=0) >= LOST)
+        if begin.any():
+            begin &= bdtrc(times - 1, ITERATIONS, self._usual_share(times)) <= self._chance
         self._seen = begin | (self._seen & (times >= FEWEST_LATER))
         return np.where(self._seen, plain, robust)
+
+    def _take_in(self, lost: NDArray[np.float64], known: NDArray[np.bool_]) -> None:
+        """Put the newest losses, [units], in front, and count the oldest ones of units that have no bursts."""
+        usual = known & ~self._seen & (self._held == ITERATIONS)
+        self._rows += usual
+        self._hits += usual & (np.abs(self._lost[-1]) >= LOST)
+        self._lost[1:] = np.where(known, self._lost[:-1], self._lost[1:])
+        self._lost[0] = np.where(known, lost, self._lost[0])
+        self._held = np.minimum(self._held + known, ITERATIONS)
+
+    def _usual_share(self, times: NDArray[np.int64]) -> NDArray[np.float64]:
+        """[units] share of iterations in which a unit without bursts loses much: its own, shrunk to that of all.
+
+        A unit's newest iterations are left out, or bursts would make themselves usual.
+
+        Args:
+            times: [units] how many of the newest iterations have lost much.
+        """
+        rows, hits = np.where(self._seen, 0.0, self._held), np.where(self._seen, 0, times)
+        of_all = (1 + (self._hits + hits).sum() - hits) / (1 + (self._rows + rows).sum() - rows)
+        return (self._hits + OF_ALL * of_all) / (self._rows + OF_ALL)

@@ -6,7 +6,7 @@ tensor-parallel group were never timed, all its members look alike. The group is
 suspicion until validation names the culprit. Imports numpy and this package.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import exp, log
 from typing import Final
@@ -58,6 +58,7 @@ class Judge:
         self._units = Units(layout, shared & ~self.expected.hidden.any(axis=(1, 2)))
         numbers = np.array([each.iteration for each in warm_up])
         self._bursts, self._link_bursts = Bursts(layout.workers.size), Bursts(len(layout.links))
+        self._share_among((self._bursts, self._link_bursts))
         of_workers = self._histories(warm_up)
         level, slow = healthy_levels(of_workers, self._units.stage, settings.peer_slowdown)
         smallest = settings.smallest_slowdown
@@ -67,7 +68,7 @@ class Judge:
         level, slow = healthy_levels(history, alike_links(layout), settings.peer_slowdown)
         noise = known.links.of(_pairs(layout)) if known else None
         self.links = Tracker(Places(_sender_node(layout)), history, numbers, smallest, level, slow, noise)
-        self._share_budget()
+        self._share_among((self.workers, self.links))
         if known is None:
             # Without peers, only its own rows tell what is healthy, and warm-up rows may be slow.
             alone = np.bincount(self._units.stage)[self._units.stage] == 1
@@ -78,10 +79,11 @@ class Judge:
         self._idle_links: Idle = {}
         self._link_size = _usual_size(warm_up)
 
-    def _share_budget(self) -> None:
+    def _share_among(self, judges: Iterable[Bursts | Tracker]) -> None:
+        """Share the job's budget of false alarms among all units."""
         units = len(self._units) + len(self._layout.links)
-        for tracker in (self.workers, self.links):
-            tracker.budget(*self._budget, units)
+        for each in judges:
+            each.budget(*self._budget, units)
 
     def first_verdicts(self, observations: IterationObservations) -> list[Verdict]:
         """Verdicts for units that were slow from the start; `observations` are the last of warm-up."""
@@ -104,6 +106,7 @@ class Judge:
         numbers = np.array([each.iteration for each in settling])
 
         self._bursts, self._link_bursts = Bursts(layout.workers.size), Bursts(len(layout.links))
+        self._share_among((self._bursts, self._link_bursts))
         history = self._histories(settling)
         source, returning = sources(units, self._units.members, self.workers, self._idle_workers)
         regroup(self._units.members, returning, self._named, self._idle_workers)
@@ -118,7 +121,7 @@ class Judge:
         levels = healthy_levels(history, alike_links(layout), self._settings.peer_slowdown)
         slow_links = self.links.move(source, returning, Places(_sender_node(layout)), history, numbers, *levels)
 
-        self._share_budget()
+        self._share_among((self.workers, self.links))
         self._link_size = _usual_size(settling)
         return self._verdicts(slow, slow_links, settling[-1])
 

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bursts count as slowness where they are new, and hiccups that a unit has always had do not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron_resihp.detector.judging.bursts import ITERATIONS, Bursts
+
+WARM_UP = 50
+
+
+def bursts_of(units: int) -> Bursts:
+    bursts = Bursts(units)
+    bursts.budget(0.01, 1000, units)
+    return bursts
+
+
+def told(bursts: Bursts, lost: np.ndarray) -> np.ndarray:
+    """[iterations, units] residuals where outliers have cost this much, and nothing else is slow."""
+    return np.array([bursts.residuals(np.zeros(row.size), row) for row in lost])
+
+
+@pytest.mark.parametrize("who", [[5], list(range(16))])
+def test_hiccups_that_a_unit_has_always_had_are_no_bursts(who: list[int]) -> None:
+    lost = np.zeros((900, 16))
+    lost[:, who] = np.where(np.random.default_rng(1).random((900, len(who))) < 0.4, 0.2, 0.05)
+    assert not told(bursts_of(16), lost)[WARM_UP:].any()
+
+
+def test_bursts_are_found_at_once_where_there_were_none() -> None:
+    lost = np.zeros((WARM_UP + ITERATIONS, 16))
+    lost[WARM_UP:, 5] = 0.3
+    assert told(bursts_of(16), lost)[-1].tolist() == lost[-1].tolist()
+
+
+def test_bursts_from_the_start_that_others_do_not_have_are_found() -> None:
+    lost = np.tile(np.where(np.arange(8) == 5, 0.3, 0.0), (ITERATIONS, 1))
+    assert told(bursts_of(8), lost)[-1].tolist() == lost[-1].tolist()
