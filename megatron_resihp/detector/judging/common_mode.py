@@ -3,8 +3,8 @@
 
 No estimate hides a fault. The job's level stays 0 unless more than three quarters of the workers moved together. So
 does a stage's, over three replicas or more: its work has changed, such as the load of its experts, as devices on
-different nodes don't become slow at once. A node's median follows its workers, so each worker is also judged without it
-(`tracker`).
+different nodes don't become slow at once. It is less only if all of them are faster. A node's median follows its
+workers, so each worker is also judged without it (`tracker`).
 """
 
 from dataclasses import dataclass
@@ -82,10 +82,12 @@ def stage_levels(
 def _level_of_work(
     residuals: NDArray[np.float64], members: NDArray[np.bool_], usable: NDArray[np.bool_], node: NDArray[np.int64]
 ) -> float:
-    """The level of which three quarters of the members have as much at least, unless a node explains it."""
+    """The level of which three quarters of the members have as much at least, unless a node explains it.
+
+    Where they have less, it is what all members show: beside faster ones, who stays as it was must not look slow.
+    """
     values = np.sort(residuals[members & usable])
-    least = values.size // 4
-    ends = [float(values[least]), float(values[-1 - least])]
+    ends = [float(values[values.size // 4]), float(values[-1])]
     nodes = np.unique(node[members & usable])
     if nodes.size > 1:
         ends += [float(np.median(residuals[members & usable & (node == each)])) for each in nodes]

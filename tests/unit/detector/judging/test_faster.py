@@ -71,6 +71,13 @@ def test_nobody_is_slow_because_other_stages_began_an_epoch_slowly(stages: list[
     assert verdicts_on(layout, factors, EPOCH_FROM) == []
 
 
+@pytest.mark.parametrize(("stages", "faster"), [(4, [1, 5, 9]), (2, [0, 2, 4])])
+def test_nobody_is_slow_because_the_others_of_its_stage_became_faster(stages: int, faster: list[int]) -> None:
+    factors = np.ones((ITERATIONS, 4 * stages))
+    factors[FASTER_FROM - 1 :, faster] = 1 / 1.1
+    assert verdicts_on(layout_of(4, stages), factors) == []
+
+
 def test_who_became_faster_may_return_to_its_usual_speed() -> None:
     factors = np.ones((ITERATIONS, 8))
     factors[FASTER_FROM - 1 : 170, :4] = 1 / 1.06
