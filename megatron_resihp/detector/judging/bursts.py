@@ -50,11 +50,15 @@ class Bursts:
         """
         self._chance = window_probability(false_alarms, iterations, units)
 
-    def residuals(self, robust: NDArray[np.float64], plain: NDArray[np.float64]) -> NDArray[np.float64]:
+    def residuals(
+        self, robust: NDArray[np.float64], plain: NDArray[np.float64], stopped: NDArray[np.bool_] | None = None
+    ) -> NDArray[np.float64]:
         """[units] the residuals of one iteration, NaN where unknown.
 
         Args:
             robust, plain: [units] residuals with and without outliers clipped.
+            stopped: [units] whose process is known to have been stopped. The ops of that time are no outliers: what
+                they took longer is slowness. It is a burst, too, as the next stop may not be known.
         """
         lost = plain - robust
         known = np.isfinite(lost)
@@ -66,7 +70,7 @@ class Bursts:
         if begin.any():
             begin &= bdtrc(times - 1, ITERATIONS, self._usual_share(times)) <= self._chance
         self._seen = begin | (self._seen & (times >= FEWEST_LATER))
-        return np.where(self._seen, plain, robust)
+        return np.where(self._seen if stopped is None else self._seen | stopped, plain, robust)
 
     def _take_in(self, lost: NDArray[np.float64], known: NDArray[np.bool_]) -> None:
         """Put the newest losses, [units], in front, and count the oldest ones of units that have no bursts."""

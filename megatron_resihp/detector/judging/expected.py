@@ -173,10 +173,7 @@ class Expected:
     def workers(self, observations: IterationObservations) -> NDArray[np.float64]:
         """[2, workers] residuals of compute, with and without outliers clipped."""
         own, predicted = self.own(observations), self.predicted(observations)
-        robust, plain = robust_average(own, predicted, self.op_noise), plain_average(own, predicted)
-        # Ops in which a process was stopped are no outliers: their extra time is the worker's slowness.
-        stopped = np.nan_to_num(observations.spans[:, SpanKind.ABSENT]) > 0
-        return np.stack([np.where(stopped, plain, robust), plain])
+        return np.stack([robust_average(own, predicted, self.op_noise), plain_average(own, predicted)])
 
     def links(self, observations: IterationObservations) -> NDArray[np.float64]:
         """[2, links] residuals of transfers, with and without outliers clipped."""
@@ -265,6 +262,11 @@ def explains(model: CostModel, layout: Layout, observed: Sequence[IterationObser
     deviation = np.abs(by_op - masked_median(by_op, known)[:, None])
     scatter = 1.4826 * masked_median(deviation.reshape(1, -1), known.reshape(1, -1))[0]
     return bool(scatter <= max(MISFIT * expected.op_noise, IRRELEVANT))
+
+
+def stopped(observations: IterationObservations) -> NDArray[np.bool_]:
+    """[workers] whether the worker's process is known to have been stopped beside its ops."""
+    return np.nan_to_num(observations.spans[:, SpanKind.ABSENT]) > 0
 
 
 def workload(observations: IterationObservations) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from megatron_resihp.detector.input.observations import IterationObservations, Layout, with_chunks
 from megatron_resihp.detector.judging.bursts import Bursts
 from megatron_resihp.detector.judging.common_mode import Places
-from megatron_resihp.detector.judging.expected import Expected, hidden_ops
+from megatron_resihp.detector.judging.expected import Expected, hidden_ops, stopped
 from megatron_resihp.detector.judging.learned import Learned, UnitsNoise
 from megatron_resihp.detector.judging.levels import healthy_levels, new_levels
 from megatron_resihp.detector.judging.moving import Idle, Named, healthy_link_levels, own_levels, regroup, sources
@@ -133,7 +133,8 @@ class Judge:
             left_out: [workers] whose measurements tell nothing about their device.
         """
         observations = with_chunks(observations, self.expected.hidden.shape[2])
-        residuals = self._bursts.residuals(*np.where(left_out, np.nan, self.expected.workers(observations)))
+        of_workers = np.where(left_out, np.nan, self.expected.workers(observations))
+        residuals = self._bursts.residuals(*of_workers, stopped(observations))
         found = self.workers.update(self._units.average(residuals), observations.iteration)
         found_links = []
         if len(self._layout.links):
@@ -147,7 +148,7 @@ class Judge:
 
     def _histories(self, observed: Sequence[IterationObservations]) -> NDArray[np.float64]:
         """[iterations, units] residuals of first iterations."""
-        of_workers = (self._bursts.residuals(*self.expected.workers(each)) for each in observed)
+        of_workers = (self._bursts.residuals(*self.expected.workers(each), stopped(each)) for each in observed)
         return np.stack([self._units.average(each) for each in of_workers])
 
     def _link_histories(self, observed: Sequence[IterationObservations]) -> NDArray[np.float64]:

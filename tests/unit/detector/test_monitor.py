@@ -313,6 +313,15 @@ def test_a_process_that_is_stopped_in_few_of_its_ops_is_slow(small_job):
     assert abs(monitor.speed(5) - 0.4) < 0.03
 
 
+def test_a_process_whose_stops_are_known_in_part_is_slow(small_job):
+    job = small_job()
+    monitor, _ = watch(job, 59)
+    stops = [(stopped_now_and_then if number % 3 else in_bursts)(job, 5, number, 0.6) for number in range(60, 100)]
+    verdicts = [verdict for each in stops for verdict in monitor.observe(each)]
+    assert verdicts[0].change is Change.ONSET and {each.workers for each in verdicts} == {(5,)}
+    assert abs(monitor.speed(5) - 0.4) < 0.03
+
+
 def test_bad_input_is_counted_and_harmless(small_job, slow_from):
     job = small_job({1: slow_from(60, 0.8)})
     monitor, _ = watch(job, 50)

@@ -38,3 +38,12 @@ def test_bursts_are_found_at_once_where_there_were_none() -> None:
 def test_bursts_from_the_start_that_others_do_not_have_are_found() -> None:
     lost = np.tile(np.where(np.arange(8) == 5, 0.3, 0.0), (ITERATIONS, 1))
     assert told(bursts_of(8), lost)[-1].tolist() == lost[-1].tolist()
+
+
+def test_stops_that_are_known_are_bursts_when_they_are_not_known_any_more() -> None:
+    bursts = bursts_of(16)
+    told(bursts, np.zeros((WARM_UP, 16)))
+    lost = np.where(np.arange(16) == 5, 0.3, 0.0)
+    for number in range(ITERATIONS + 1):
+        stopped = (lost > 0) & (number < ITERATIONS)
+        assert bursts.residuals(np.zeros(16), lost, stopped).tolist() == lost.tolist()
