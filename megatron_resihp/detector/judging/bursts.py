@@ -26,6 +26,8 @@ LOST: Final = 0.1
 percent at times."""
 OF_ALL: Final = 30.0
 """Iterations as which the share of all units counts in what is usual for one of them."""
+KEPT: Final = 32
+"""Newest iterations that don't tell what is usual, or bursts in some of them would soon be; fewer while few are known."""
 
 
 class Bursts:
@@ -36,8 +38,8 @@ class Bursts:
     """
 
     def __init__(self, units: int) -> None:
-        self._lost = np.zeros((ITERATIONS, units))
-        self._held = np.zeros(units)  # how many of these are known
+        self._lost = np.zeros((KEPT, units))
+        self._held = np.zeros(units, dtype=np.int64)  # how many of these are known
         self._rows = np.zeros(units)  # older ones without bursts, and how many of them have lost much
         self._hits = np.zeros(units)
         self._seen = np.zeros(units, dtype=bool)
@@ -65,30 +67,34 @@ class Bursts:
         if not known.any():
             return robust
         self._take_in(lost - np.median(lost[known]), known)
-        times = (np.abs(self._lost) >= LOST).sum(axis=0)
-        begin = (times >= FEWEST) & (self._lost.mean(axis=0) >= LOST)
+        newest = self._lost[:ITERATIONS]
+        times = (np.abs(newest) >= LOST).sum(axis=0)
+        begin = (times >= FEWEST) & (newest.mean(axis=0) >= LOST) & ~self._seen
         if begin.any():
-            begin &= bdtrc(times - 1, ITERATIONS, self._usual_share(times)) <= self._chance
-        self._seen = begin | (self._seen & (times >= FEWEST_LATER))
+            begin &= bdtrc(times - 1, ITERATIONS, self._usual_share()) <= self._chance
+        ended = self._seen & (times < FEWEST_LATER)
+        self._held[ended] = ITERATIONS
+        self._seen = (self._seen | begin) & ~ended
         return np.where(self._seen if stopped is None else self._seen | stopped, plain, robust)
 
     def _take_in(self, lost: NDArray[np.float64], known: NDArray[np.bool_]) -> None:
         """Put the newest losses, [units], in front, and count the oldest ones of units that have no bursts."""
-        usual = known & ~self._seen & (self._held == ITERATIONS)
+        usual = known & ~self._seen & (self._held == KEPT)
         self._rows += usual
         self._hits += usual & (np.abs(self._lost[-1]) >= LOST)
         self._lost[1:] = np.where(known, self._lost[:-1], self._lost[1:])
         self._lost[0] = np.where(known, lost, self._lost[0])
-        self._held = np.minimum(self._held + known, ITERATIONS)
+        self._held = np.minimum(self._held + known, KEPT)
 
-    def _usual_share(self, times: NDArray[np.int64]) -> NDArray[np.float64]:
+    def _usual_share(self) -> NDArray[np.float64]:
         """[units] share of iterations in which a unit without bursts loses much: its own, shrunk to that of all.
 
-        A unit's newest iterations are left out, or bursts would make themselves usual.
-
-        Args:
-            times: [units] how many of the newest iterations have lost much.
+        Its own newest iterations are left out.
         """
-        rows, hits = np.where(self._seen, 0.0, self._held), np.where(self._seen, 0, times)
-        of_all = (1 + (self._hits + hits).sum() - hits) / (1 + (self._rows + rows).sum() - rows)
-        return (self._hits + OF_ALL * of_all) / (self._rows + OF_ALL)
+        age = np.arange(KEPT)[:, None]
+        much, held = np.abs(self._lost) >= LOST, (age < self._held) & ~self._seen
+        rows, hits = self._rows + held.sum(axis=0), self._hits + (much & held).sum(axis=0)
+        late = held & (age < np.clip(rows // 2, ITERATIONS, KEPT))
+        own_rows, own_hits = rows - late.sum(axis=0), hits - (much & late).sum(axis=0)
+        of_all = (1 + hits.sum() - hits + own_hits) / (1 + rows.sum() - rows + own_rows)
+        return (own_hits + OF_ALL * of_all) / (own_rows + OF_ALL)
