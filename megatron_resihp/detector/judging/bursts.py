@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import bdtrc
 
+from megatron_resihp.detector.judging.common_mode import job_level
+from megatron_resihp.detector.judging.recent import moved
 from megatron_resihp.detector.judging.sequential import window_probability
 
 ITERATIONS: Final = 8
@@ -22,8 +24,8 @@ FEWEST: Final = 6
 FEWEST_LATER: Final = 2
 """The same once they have been seen: where few ops are timed, those may be between bursts."""
 LOST: Final = 0.1
-"""Time lost in bursts, log of the ratio of times, relative to the usual one of all units. Ops on busy hosts lose some
-percent at times."""
+"""Time lost in bursts, log of the ratio of times, beyond what three quarters of all units lose. Ops on busy hosts lose
+some percent at times."""
 OF_ALL: Final = 30.0
 """Iterations as which the share of all units counts in what is usual for one of them."""
 KEPT: Final = 32
@@ -45,6 +47,11 @@ class Bursts:
         self._seen = np.zeros(units, dtype=bool)
         self._chance = 0.0
 
+    def move(self, source: NDArray[np.int64]) -> None:
+        """Go on with other units; `source` gives each one's number before, or -1 if it is new."""
+        for name in ("_lost", "_held", "_rows", "_hits", "_seen"):
+            setattr(self, name, moved(getattr(self, name), source))
+
     def budget(self, false_alarms: float, iterations: int, units: int) -> None:
         """Set the accepted false alarms of a job; `units` counts the units of all kinds together.
 
@@ -64,9 +71,7 @@ class Bursts:
         """
         lost = plain - robust
         known = np.isfinite(lost)
-        if not known.any():
-            return robust
-        self._take_in(lost - np.median(lost[known]), known)
+        self._take_in(lost - job_level(lost, known), known)
         newest = self._lost[:ITERATIONS]
         times = (np.abs(newest) >= LOST).sum(axis=0)
         begin = (times >= FEWEST) & (newest.mean(axis=0) >= LOST) & ~self._seen

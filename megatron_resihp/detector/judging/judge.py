@@ -20,7 +20,7 @@ from megatron_resihp.detector.judging.common_mode import Places
 from megatron_resihp.detector.judging.expected import Expected, hidden_ops, stopped
 from megatron_resihp.detector.judging.learned import Learned, UnitsNoise
 from megatron_resihp.detector.judging.levels import healthy_levels, new_levels
-from megatron_resihp.detector.judging.moving import Idle, Named, healthy_link_levels, own_levels, regroup, sources
+from megatron_resihp.detector.judging.moving import Idle, Named, healthy_link_levels, own_levels, places, regroup, sources
 from megatron_resihp.detector.judging.tracker import Finding, Tracker
 from megatron_resihp.detector.judging.unit_levels import Known
 from megatron_resihp.detector.judging.units import Members, Units, alike_links, has_peers
@@ -98,6 +98,8 @@ class Judge:
         """
         shared = has_peers(layout)
         units, links = self._units.members, _pairs(self._layout)
+        self._bursts.move(places(self._layout.workers.tolist(), layout.workers.tolist()))
+        self._link_bursts.move(places(links, _pairs(layout)))
         self._layout = layout
         self._units = Units(layout, shared & ~hidden_ops(settling, shared).any(axis=(1, 2)))
         level = own_levels(layout.workers.tolist(), units, self.workers, self._named, self._idle_workers)
@@ -105,7 +107,6 @@ class Judge:
         self.expected.move(layout, settling, self._units.spread(self._units.slowest(level)), shared, of_links)
         numbers = np.array([each.iteration for each in settling])
 
-        self._bursts, self._link_bursts = Bursts(layout.workers.size), Bursts(len(layout.links))
         self._share_among((self._bursts, self._link_bursts))
         history = self._histories(settling)
         source, returning = sources(units, self._units.members, self.workers, self._idle_workers)

@@ -5,7 +5,7 @@ A worker that was named within a tensor-parallel group stays slow when the plan 
 group as a unit of its own: it may come back as one, or makes the next group that it works in slow, or stands by.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from math import exp, log
 from typing import Final
@@ -72,7 +72,6 @@ def sources(
     What is known of units that have no work now goes to `idle`. Each plan may have other groups and links, and dead
     workers never come back. So of healthy ones only the latest stay there.
     """
-    number = {members: place for place, members in enumerate(before)}
     returning = {place: idle.pop(members) for place, members in enumerate(now) if members in idle}
     present = set(now)
     known = zip(before, tracker.levels.known(), strict=True)
@@ -80,7 +79,13 @@ def sources(
     healthy = [members for members, levels in idle.items() if not levels.slow]
     for members in healthy[: max(len(healthy) - EPOCHS * max(len(before), len(now), FEW), 0)]:
         del idle[members]
-    return np.array([number.get(members, -1) for members in now], dtype=np.int64), returning
+    return places(before, now), returning
+
+
+def places[T: Hashable](before: Sequence[T], now: Sequence[T]) -> NDArray[np.int64]:
+    """[now] the number that each had before, or -1 if it is new."""
+    number = {each: place for place, each in enumerate(before)}
+    return np.array([number.get(each, -1) for each in now], dtype=np.int64)
 
 
 def regroup(now: Sequence[Members], returning: dict[int, Known], named: Named, idle: Idle) -> None:

@@ -47,3 +47,25 @@ def test_stops_that_are_known_are_bursts_when_they_are_not_known_any_more() -> N
     for number in range(ITERATIONS + 1):
         stopped = (lost > 0) & (number < ITERATIONS)
         assert bursts.residuals(np.zeros(16), lost, stopped).tolist() == lost.tolist()
+
+
+@pytest.mark.parametrize(("units", "who"), [(1, [0]), (2, [1]), (4, [2, 3]), (4, [1, 2, 3])])
+def test_bursts_are_found_where_few_units_have_none(units: int, who: list[int]) -> None:
+    lost = np.zeros((WARM_UP + ITERATIONS, units))
+    lost[WARM_UP:, who] = 0.7
+    assert told(bursts_of(units), lost)[-1].tolist() == lost[-1].tolist()
+
+
+def test_small_bursts_of_one_of_two_units_are_found() -> None:
+    lost = np.zeros((WARM_UP + ITERATIONS, 2))
+    lost[WARM_UP:, 1] = 0.18
+    assert told(bursts_of(2), lost)[-1].tolist() == lost[-1].tolist()
+
+
+def test_bursts_stay_known_where_units_get_other_numbers() -> None:
+    bursts = bursts_of(8)
+    lost = np.zeros((WARM_UP + ITERATIONS, 8))
+    lost[WARM_UP:, 5] = 0.3
+    told(bursts, lost)
+    bursts.move(np.array([5, -1, 2]))
+    assert bursts.residuals(np.zeros(3), np.full(3, 0.3)).tolist() == [0.3, 0.0, 0.0]
