@@ -37,9 +37,13 @@ class Bursts:
 
     Args:
         units: their number.
+
+    Attributes:
+        untold: [ITERATIONS, units] losses that the newest residuals leave out, newest first; 0 where they don't.
     """
 
     def __init__(self, units: int) -> None:
+        self.untold = np.zeros((ITERATIONS, units))
         self._lost = np.zeros((KEPT, units))
         self._held = np.zeros(units, dtype=np.int64)  # how many of these are known
         self._rows = np.zeros(units)  # older ones without bursts, and how many of them have lost much
@@ -49,7 +53,7 @@ class Bursts:
 
     def move(self, source: NDArray[np.int64]) -> None:
         """Go on with other units; `source` gives each one's number before, or -1 if it is new."""
-        for name in ("_lost", "_held", "_rows", "_hits", "_seen"):
+        for name in ("untold", "_lost", "_held", "_rows", "_hits", "_seen"):
             setattr(self, name, moved(getattr(self, name), source))
 
     def budget(self, false_alarms: float, iterations: int, units: int) -> None:
@@ -80,7 +84,14 @@ class Bursts:
         ended = self._seen & (times < FEWEST_LATER)
         self._held[ended] = ITERATIONS
         self._seen = (self._seen | begin) & ~ended
-        return np.where(self._seen if stopped is None else self._seen | stopped, plain, robust)
+        told = self._seen if stopped is None else self._seen | stopped
+        self.untold[1:] = np.where(known, self.untold[:-1], self.untold[1:])
+        self.untold[0] = np.where(known, np.where(told, 0.0, self._lost[0]), self.untold[0])
+        return np.where(told, plain, robust)
+
+    def begin(self, units: NDArray[np.bool_]) -> None:
+        """Take it as seen that these units, [units], have bursts."""
+        self._seen |= units
 
     def _take_in(self, lost: NDArray[np.float64], known: NDArray[np.bool_]) -> None:
         """Put the newest losses, [units], in front, and count the oldest ones of units that have no bursts."""

@@ -136,11 +136,14 @@ class Judge:
         observations = with_chunks(observations, self.expected.hidden.shape[2])
         of_workers = np.where(left_out, np.nan, self.expected.workers(observations))
         residuals = self._bursts.residuals(*of_workers, stopped(observations))
-        found = self.workers.update(self._units.average(residuals), observations.iteration)
+        untold = np.stack([self._units.average(row) for row in self._bursts.untold])
+        found = self.workers.update(self._units.average(residuals), observations.iteration, untold)
+        self._bursts.begin(self._units.spread(_in_bursts(found, len(self._units))))
         found_links = []
         if len(self._layout.links):
             residuals = self._link_bursts.residuals(*self.expected.links(observations))
-            found_links = self.links.update(residuals, observations.iteration)
+            found_links = self.links.update(residuals, observations.iteration, self._link_bursts.untold)
+            self._link_bursts.begin(_in_bursts(found_links, residuals.size))
         every = self._settings.learn_every
         if observations.iteration % every == 0:
             suspect = self._units.spread(self.workers.suspect() | self._faster_than_stage()) | left_out
@@ -294,6 +297,11 @@ def _slow(units: Sequence[Members], tracker: Tracker, idle: Mapping[Members, Kno
     for members, known in idle.items():
         if known.slow:
             yield members, known.excess
+
+
+def _in_bursts(findings: Sequence[Finding], units: int) -> NDArray[np.bool_]:
+    """[units] which of them were found to be slow in bursts."""
+    return np.isin(np.arange(units), [each.unit for each in findings if each.in_bursts])
 
 
 def _speed(excess: float) -> float:

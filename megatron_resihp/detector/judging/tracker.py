@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_resihp.detector.judging.bursts import LOST
 from megatron_resihp.detector.judging.common_mode import Places
 from megatron_resihp.detector.judging.faster import SETTLED
 from megatron_resihp.detector.judging.level_tests import (
@@ -53,6 +54,7 @@ class Finding:
         since: iteration of the change, estimated.
         window: how many residuals decided.
         noise: standard deviation of one residual.
+        in_bursts: whether residuals had left out much of the slowness.
     """
 
     unit: int
@@ -62,6 +64,7 @@ class Finding:
     since: int
     window: int
     noise: float
+    in_bursts: bool = False
 
 
 class Tracker:
@@ -141,8 +144,15 @@ class Tracker:
         self._recent.keep(unit, step.rows)
         return Finding(unit, step.change, step.excess, step.error, since, step.window, step.noise)
 
-    def update(self, residuals: NDArray[np.float64], iteration: int) -> list[Finding]:
-        """Take in one iteration's residuals, [units], NaN where unknown."""
+    def update(
+        self, residuals: NDArray[np.float64], iteration: int, untold: NDArray[np.float64] | None = None
+    ) -> list[Finding]:
+        """Take in one iteration's residuals, [units], NaN where unknown.
+
+        Args:
+            residuals, iteration: these.
+            untold: [rows, units] of `Bursts`, for the newest residuals; None if there can be none.
+        """
         centred = self._centred(residuals)
         self._recent.push(centred, iteration)
         if self._onset.due():
@@ -155,7 +165,8 @@ class Tracker:
         ]
         newest[self._alone.units] = False
         findings += self._changes(newest & self.levels.slow)
-        return findings + self._onsets(newest & ~self.levels.slow)
+        nothing = np.zeros((1, newest.size))
+        return findings + self._onsets(newest & ~self.levels.slow, nothing if untold is None else untold)
 
     def found_slow(self, units: NDArray[np.bool_]) -> list[Finding]:
         """Findings for units, [units], that were slow when they began."""
@@ -230,7 +241,7 @@ class Tracker:
         clipped = np.clip(oldest, -self.noise.clip, self.noise.clip)
         levels.drift(np.where(known, clipped, 0.0).sum(axis=0) / TRACKING)
 
-    def _onsets(self, candidates: NDArray[np.bool_]) -> list[Finding]:
+    def _onsets(self, candidates: NDArray[np.bool_], untold: NDArray[np.float64]) -> list[Finding]:
         newest, count = self._drifted(), self._recent.count
         alarms = crossing(newest[:LONGEST], count, self.noise.clip, self._onset.thresholds)
         windows = np.where(candidates, alarms, 0)
@@ -242,8 +253,22 @@ class Tracker:
             if not self._exceeds_job(unit, newest[:window, JOB, unit]):
                 continue
             rows = rows_since(series, window, self.noise.clip[family, unit])
-            findings.append(self._begin(unit, Change.ONSET, self._recent.iteration(family, unit, rows), window))
+            since = self._recent.iteration(family, unit, rows)
+            in_bursts = self._take_back(unit, since, untold[:, unit])
+            findings.append(replace(self._begin(unit, Change.ONSET, since, window), in_bursts=in_bursts))
         return findings
+
+    def _take_back(self, unit: int, since: int, untold: NDArray[np.float64]) -> bool:
+        """Add to the residuals since an onset what they have left out, if that is much: it is a part of the slowness.
+
+        An alarm may come before bursts are known, or with the first iteration in which they are.
+        """
+        self._recent.forget_before(unit, since)
+        late = untold[: self._recent.count[JOB, unit]]
+        if not late.size or late.mean() < LOST:
+            return False
+        self._recent.values[: late.size, :, unit] += late[:, None]
+        return True
 
     def _exceeds_job(self, unit: int, series: NDArray[np.float64]) -> bool:
         """Whether the unit is slower than the job, too; otherwise it would recover at once, as JOB tells that."""

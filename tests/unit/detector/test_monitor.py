@@ -322,6 +322,16 @@ def test_a_process_whose_stops_are_known_in_part_is_slow(small_job):
     assert abs(monitor.speed(5) - 0.4) < 0.03
 
 
+def test_an_alarm_before_bursts_are_known_tells_the_speed_with_them(small_job):
+    """Its usual ops are 10 % longer, too, so three iterations raise the alarm."""
+    job = small_job({5: lambda number: 0.9 if number >= 60 else 1.0})
+    monitor, _ = watch(job, 59)
+    seen = (in_bursts(job, 5, number, 0.5) for number in range(60, 66))
+    verdicts = [verdict for each in seen for verdict in monitor.observe(each)]
+    assert verdicts[0].change is Change.ONSET and verdicts[0].workers == (5,)
+    assert verdicts[0].iteration <= 64 and abs(verdicts[0].speed - 0.45) < 0.04
+
+
 def test_bad_input_is_counted_and_harmless(small_job, slow_from):
     job = small_job({1: slow_from(60, 0.8)})
     monitor, _ = watch(job, 50)
