@@ -80,7 +80,8 @@ class Spells:
         """A change of the unit's level was told in this iteration."""
         if change is Change.ONSET:
             self._since_onset[unit], self._since_severity[unit] = 0, LONGEST
-            self._relapsed[unit] = iteration - self._recovered[unit] <= LONGEST
+            # Iterations may have been lost: a restarted job counts them again.
+            self._relapsed[unit] = 0 <= iteration - self._recovered[unit] <= LONGEST
         elif change is Change.RECOVERY:
             self._recovered[unit] = iteration
         elif change is Change.SEVERITY:
