@@ -29,7 +29,8 @@ some percent at times."""
 OF_ALL: Final = 30.0
 """Iterations as which the share of all units counts in what is usual for one of them."""
 KEPT: Final = 32
-"""Newest iterations that don't tell what is usual, or bursts in some of them would soon be; fewer while few are known."""
+"""Newest iterations that don't tell what is usual, or bursts would soon be usual themselves; fewer while few are
+known."""
 
 
 class Bursts:

@@ -20,7 +20,15 @@ from megatron_resihp.detector.judging.common_mode import Places
 from megatron_resihp.detector.judging.expected import Expected, hidden_ops, stopped
 from megatron_resihp.detector.judging.learned import Learned, UnitsNoise
 from megatron_resihp.detector.judging.levels import healthy_levels, new_levels
-from megatron_resihp.detector.judging.moving import Idle, Named, healthy_link_levels, own_levels, places, regroup, sources
+from megatron_resihp.detector.judging.moving import (
+    Idle,
+    Named,
+    healthy_link_levels,
+    own_levels,
+    places,
+    regroup,
+    sources,
+)
 from megatron_resihp.detector.judging.tracker import Finding, Tracker
 from megatron_resihp.detector.judging.unit_levels import Known
 from megatron_resihp.detector.judging.units import Members, Units, alike_links, has_peers

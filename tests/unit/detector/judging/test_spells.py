@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_resihp.detector.judging.spells import PROVEN, Spells
 from megatron_resihp.detector.judging.sequential import RUNS
+from megatron_resihp.detector.judging.spells import PROVEN, Spells
 from megatron_resihp.detector.verdict import Change
 
 
