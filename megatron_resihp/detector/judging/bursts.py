@@ -65,7 +65,7 @@ class Bursts:
         self._chance = window_probability(false_alarms, iterations, units)
 
     def residuals(
-        self, robust: NDArray[np.float64], plain: NDArray[np.float64], stopped: NDArray[np.bool_] | None = None
+        self, robust: NDArray[np.float64], plain: NDArray[np.float64], *, stopped: NDArray[np.bool_] | None = None
     ) -> NDArray[np.float64]:
         """[units] the residuals of one iteration, NaN where unknown.
 

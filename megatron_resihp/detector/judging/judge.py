@@ -143,7 +143,7 @@ class Judge:
         """
         observations = with_chunks(observations, self.expected.hidden.shape[2])
         of_workers = np.where(left_out, np.nan, self.expected.workers(observations))
-        residuals = self._bursts.residuals(*of_workers, stopped(observations))
+        residuals = self._bursts.residuals(*of_workers, stopped=stopped(observations))
         untold = np.stack([self._units.average(row) for row in self._bursts.untold])
         found = self.workers.update(self._units.average(residuals), observations.iteration, untold)
         self._bursts.begin(self._units.spread(_in_bursts(found, len(self._units))))
@@ -160,7 +160,7 @@ class Judge:
 
     def _histories(self, observed: Sequence[IterationObservations]) -> NDArray[np.float64]:
         """[iterations, units] residuals of first iterations."""
-        of_workers = (self._bursts.residuals(*self.expected.workers(each), stopped(each)) for each in observed)
+        of_workers = (self._bursts.residuals(*self.expected.workers(each), stopped=stopped(each)) for each in observed)
         return np.stack([self._units.average(each) for each in of_workers])
 
     def _link_histories(self, observed: Sequence[IterationObservations]) -> NDArray[np.float64]:

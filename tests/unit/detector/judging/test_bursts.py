@@ -46,7 +46,7 @@ def test_stops_that_are_known_are_bursts_when_they_are_not_known_any_more() -> N
     lost = np.where(np.arange(16) == 5, 0.3, 0.0)
     for number in range(ITERATIONS + 1):
         stopped = (lost > 0) & (number < ITERATIONS)
-        assert bursts.residuals(np.zeros(16), lost, stopped).tolist() == lost.tolist()
+        assert bursts.residuals(np.zeros(16), lost, stopped=stopped).tolist() == lost.tolist()
 
 
 @pytest.mark.parametrize(("units", "who"), [(1, [0]), (2, [1]), (4, [2, 3]), (4, [1, 2, 3])])
