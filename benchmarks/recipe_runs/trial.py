@@ -117,7 +117,8 @@ class Trial:
         words = self._shrunk.words
         if not {"--log-params-norm", "--use-distributed-optimizer", "muon"} <= set(words):
             return None
-        return self._note("alone", self._runner.stock(replace(self._shrunk, workers=self._shrunk.workers // 2), "alone"))
+        half = replace(self._shrunk, workers=self._shrunk.workers // 2)
+        return self._note("alone", self._runner.stock(half, "alone"))
 
     def _in_any_degree(self) -> Shrunk:
         """The recipe with Megatron's usual order of ranks and size of buckets, which change no sum. The other order

@@ -5,7 +5,8 @@ from typing import Final
 
 ARGUMENTS: Final = (
     "add_bias_linear", "add_qkv_bias", "attention_backend", "attention_dropout", "attention_output_gate",
-    "distributed_backend", "experimental_attention_variant", "expert_model_parallel_size", "expert_tensor_parallel_size",
+    "distributed_backend", "experimental_attention_variant", "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
     "ffn_hidden_size", "group_query_attention", "hidden_dropout", "hidden_size", "kv_channels", "kv_lora_rank",
     "linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads",
     "linear_num_value_heads", "linear_value_head_dim",

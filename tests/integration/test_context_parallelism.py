@@ -26,6 +26,7 @@ from test_recovery_points import evaluations
 from megatron_resihp.control import exit_codes
 from megatron_resihp.control.worker.saved_state import flags, newest_state
 from megatron_resihp.plan import Coordinate, ParallelPlan, Replica
+from megatron_resihp.report.run.summary import compare
 
 pytestmark = pytest.mark.nightly
 
@@ -106,6 +107,14 @@ def test_a_death_at_any_point(jobs: Jobs, point: str) -> None:
 def test_a_death_in_other_layouts(jobs: Jobs, layout: dict[str, Any], tolerance: Tolerance) -> None:
     job = like_stock(jobs, "kill:1@4:backward", layout=SHARED | layout, tolerance=tolerance)
     assert degrees(job)[0][0] == 2 and len(degrees(job)) == 2
+
+
+def test_positions_that_begin_anew_with_each_document(jobs: Jobs) -> None:
+    anew = SHARED | {"position_embedding_type": "learned_absolute", "reset_position_ids": True}
+    job = like_stock(jobs, "kill:1@4:backward", layout=anew)
+    # The control: they are part of what is trained.
+    through = stock_steps(jobs, WORKERS, **anew | {"reset_position_ids": False})
+    assert (compare(job.summary.loss, losses_of(through)) or 0) > 1e-4
 
 
 def test_four_share_and_then_two(jobs: Jobs) -> None:

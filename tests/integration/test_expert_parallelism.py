@@ -108,6 +108,12 @@ def test_a_death_where_tokens_go_to_experts_and_back(jobs: Jobs, point: str, lay
     assert degrees(job) == [(2, 4), (1, 3), (2, 2)]
 
 
+def test_positions_that_begin_anew_with_each_document(jobs: Jobs) -> None:
+    anew: dict[str, Any] = {"position_embedding_type": "learned_absolute", "reset_position_ids": True}
+    job = like_stock(jobs, "kill:1@3:dispatch", layout=SHARED | anew)
+    assert degrees(job) == [(2, 4), (1, 3)]
+
+
 def shared_by(degree: int, replicas: Sequence[Sequence[Sequence[int]]], members: int = 0) -> ParallelPlan:
     """Replicas with these stages, of which so many share experts. They have equally many micro-batches. `members`: of a
     stage that have the same experts."""

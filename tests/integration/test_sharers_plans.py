@@ -38,7 +38,8 @@ def test_a_slow_worker_gets_fewer_micro_batches_and_its_own_back(jobs: Jobs, tmp
     """
     profile = json.loads((BUILT_IN / "h800.json").read_text())
     (tmp_path / "profile.json").write_text(json.dumps({**profile, "time_scale": TIME_SCALE}))
-    layout = SHARED | {"train_iters": CLEARED + 24, "global_batch_size": BATCH, "moe_router_topk": SHARED["num_experts"]}
+    all_experts = {"moe_router_topk": SHARED["num_experts"]}
+    layout = SHARED | {"train_iters": CLEARED + 24, "global_batch_size": BATCH} | all_experts
     stock = stock_steps(jobs, WORKERS, **layout)
     arguments = tiny(
         **layout, resihp_emulate=tmp_path / "profile.json", resihp_strategy="joint", resihp_act="act",

@@ -110,8 +110,8 @@ FACTORS: Final[Mapping[str, Mapping[str, str]]] = {
     "recomputed": {
         "nothing": "",
         "attention": "--recompute-activations",
-        # Without biases: the last one would be a result of what is recomputed, and Megatron's backward pass of that would
-        # begin itself anew without end.
+        # Without biases: the last one would be a result of what is recomputed, and Megatron's backward pass of that
+        # would begin itself anew without end.
         "parts": "--recompute-granularity selective --recompute-modules core_attn mlp --disable-bias-linear "
         "--no-bias-gelu-fusion",
         "all": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",

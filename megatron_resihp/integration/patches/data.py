@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from megatron.training.datasets.data_samplers import RandomSeedDataset
 
-from megatron_resihp.integration.patches.flags import fail
+from megatron_resihp.integration.failing import fail
 from megatron_resihp.integration.patches.shuffling import ENDLESS, Order, Shuffled
 from megatron_resihp.integration.runtime import Runtime
 

@@ -166,7 +166,7 @@ def examine(validate: Callable[..., Any], args: argparse.Namespace, defaults: di
 
 
 def with_defaults(args: argparse.Namespace, defaults: dict[str, Any]) -> argparse.Namespace:
-    """A copy in which the script's own defaults stand where nothing else is given, as Megatron's validation puts them."""
+    """A copy with the script's own defaults where nothing else is given, as Megatron's validation puts them."""
     missing = {name: value for name, value in defaults.items() if vars(args).get(name) is None}
     return argparse.Namespace(**vars(args) | missing)
 

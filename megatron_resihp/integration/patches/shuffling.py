@@ -25,7 +25,7 @@ class Order:
         replicas: of the job's own layout.
 
     Raises:
-        ValueError: there are too few samples for a micro-batch of each replica.
+        ValueError: the samples don't fill a micro-batch of each replica.
     """
 
     def __init__(self, samples: int, micro_batch_size: int, replicas: int) -> None:
@@ -33,7 +33,7 @@ class Order:
         self._replicas = replicas
         self._part = samples // (micro_batch_size * replicas) * micro_batch_size
         if self._part == 0:
-            raise ValueError(f"{samples} samples are too few for a micro-batch of {micro_batch_size} in {replicas} replicas")
+            raise ValueError(f"{samples} samples don't fill a micro-batch of {micro_batch_size} in {replicas} replicas")
         self._epoch = -1
         self._shuffled: list[int] = []
 

@@ -43,7 +43,6 @@ _CLASHES = (
         lambda values: values["fp8"],
         "a tensor's scale would depend on how its sequence is cut",
     ),
-    Clash("reset_position_ids", lambda values: values["reset_position_ids"], _DOCUMENTS),
     Clash(
         "dataloader_inter_document_masking",
         lambda values: values.get("dataloader_inter_document_masking"),  # Megatron 0.18 has none

@@ -29,7 +29,11 @@ _SETS: Rows = joined(
         "train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path",
     ),
     at_start(_BUILDER, "num_dataset_builder_threads mid_level_dataset_surplus"),
-    kernel(_DATASET, "mmap_bin_files reset_position_ids eod_mask_loss"),
+    kernel(_DATASET, "mmap_bin_files eod_mask_loss"),
+    tested(
+        "integration/test_context_parallelism.py::test_positions_that_begin_anew_with_each_document",
+        "reset_position_ids",
+    ),
     inert(
         "core.datasets.gpt_dataset:_get_ltor_masks_and_position_ids",
         "reset_attention_mask",
@@ -40,7 +44,8 @@ _SETS: Rows = joined(
                 or bool(values.get("dataloader_inter_document_masking"))  # no mask is made then; 0.18 has none
             ),
             "Megatron gives the mask to the first and the last stage only, so other stages would change what layers "
-            "see; use --dataloader-inter-document-masking. With --no-create-attention-mask-in-dataloader it does nothing",
+            "see; use --dataloader-inter-document-masking, or --no-create-attention-mask-in-dataloader, with which it "
+            "does nothing",
         ),
     ),
     kernel("training.arguments:validate_args", "create_attention_mask_in_dataloader"),
@@ -84,7 +89,8 @@ _LOADERS: Rows = joined(
         "data_sharding",
         condition=Together(
             lambda values: values["data_sharding"] or values["dataloader_type"] != "cyclic",
-            "with --dataloader-type cyclic, replicas may have unequal numbers of micro-batches in an epoch; leave it out",
+            "with --dataloader-type cyclic, replicas may have unequal numbers of micro-batches in an epoch; leave it "
+            "out",
         ),
     ),
 )

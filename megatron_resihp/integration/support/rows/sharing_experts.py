@@ -42,7 +42,6 @@ _CLASHES = (
         ),
         "Megatron refuses some numbers of replicas where those that share experts are no power of two",
     ),
-    Clash("reset_position_ids", lambda values: values["reset_position_ids"], _DOCUMENTS),
     Clash(
         "dataloader_inter_document_masking",
         lambda values: values.get("dataloader_inter_document_masking"),  # Megatron 0.18 has none

@@ -20,7 +20,7 @@ def test_the_order_is_megatrons_from_any_step_on_and_from_epoch_to_epoch(
 ) -> None:
     together = size * replicas
     if samples < together:
-        with pytest.raises(ValueError, match="too few"):
+        with pytest.raises(ValueError, match="don't fill"):
             Order(samples, size, replicas)
         return
     order = Order(samples, size, replicas)

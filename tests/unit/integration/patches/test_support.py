@@ -452,7 +452,7 @@ def test_refusals_speak_of_what_was_given() -> None:
     "command",
     [
         "--mtp-num-layers 1", "--hidden-dropout 0.1", "--attention-dropout 0.1", "--fp16",
-        "--fp8-format e4m3 --fp8-recipe tensorwise", "--reset-position-ids",
+        "--fp8-format e4m3 --fp8-recipe tensorwise",
         pytest.param("--dataloader-inter-document-masking", marks=SINCE_019),
         "--window-size 4,0", "--softmax-type learnable", "--multi-latent-attention",
         "--num-distributed-optimizer-instances 2 --use-distributed-optimizer", "--cp-comm-type ring",
@@ -524,7 +524,7 @@ def test_experts_may_be_shared(check: Check, command: str) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        "--reset-position-ids", "--expert-tensor-parallel-size 1 --tensor-model-parallel-size 4 --sequence-parallel",
+        "--expert-tensor-parallel-size 1 --tensor-model-parallel-size 4 --sequence-parallel",
         "--expert-tensor-parallel-size 2",
         "--resihp-spread-replicas", "--resihp-strategy recycle",
         "--context-parallel-size 2 --num-experts 12 --expert-model-parallel-size 3",
