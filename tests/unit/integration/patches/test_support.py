@@ -100,7 +100,7 @@ def test_a_common_command_line_is_taken(check: Check) -> None:
         "--step-batch-size-schedule 0:8", "--tp-comm-overlap",
         "--delay-wgrad-compute",
         "--defer-embedding-wgrad-compute",
-        "--dataloader-type cyclic", "--dataloader-type external", "--inprocess-restart",
+        "--dataloader-type external", "--dataloader-type cyclic --no-data-sharding", "--inprocess-restart",
         "--qk-clip --use-distributed-optimizer", "--qk-clip --attention-output-gate",
         "--optimizer lion", "--rerun-mode report_stats", "--ckpt-format fsdp_dtensor",
         "--mla-down-proj-fusion", "--fp8-param-gather", "--fp8-recipe custom", "--fp4-format e2m1", "--fp8-output-proj",
@@ -169,9 +169,9 @@ def test_what_a_script_sets_by_default_is_checked_too(check: Check, capsys: pyte
     """`pretrain(..., args_defaults=...)` holds where no flag is given."""
     words = " ".join(COMMON).replace("--dataloader-type single", "").split()
     with pytest.raises(SystemExit):
-        check(*words, dataloader_type="cyclic")
-    assert "--dataloader-type cyclic " in capsys.readouterr().err
-    assert check(*COMMON, dataloader_type="cyclic").switched_on, "the flag counts"
+        check(*words, dataloader_type="external")
+    assert "--dataloader-type external " in capsys.readouterr().err
+    assert check(*COMMON, dataloader_type="external").switched_on, "the flag counts"
 
 
 def by_schedule(schedule: str) -> list[str]:
