@@ -156,6 +156,7 @@ def test_a_job_that_is_warned_of_its_end_continues_after_it(slurm: Slurm, train:
     check(training, reference, first=HELD + 1)
 
 
+@pytest.mark.nightly
 def test_a_job_that_loses_its_first_node_is_queued_again(slurm: Slurm, train: Train, reference: RunSummary) -> None:
     """By the other node, since srun and the batch script are gone. It continues from what that node has saved."""
     training = train(nodes=2)
