@@ -19,8 +19,12 @@ from megatron_resihp.detector.judging.sequential import window_probability
 
 ITERATIONS: Final = 8
 """Newest iterations that tell."""
-FEWEST: Final = 6
-"""Iterations of these that must show bursts. Few have none of them by chance; hiccups are in few."""
+WINDOWS: Final = (ITERATIONS, 16, 24, 32)
+"""The same for bursts that few iterations can't tell from hiccups, as these are frequent, too."""
+FEWEST: Final = 3 / 4
+"""Share of these that must show bursts. Few have none of them by chance; hiccups are in few."""
+UNUSUAL: Final = 1e-3
+"""Probability of as many losses by what is usual, from which on those that residuals leave out count for a speed."""
 FEWEST_LATER: Final = 2
 """The same once they have been seen: where few ops are timed, those may be between bursts."""
 LOST: Final = 0.1
@@ -38,13 +42,11 @@ class Bursts:
 
     Args:
         units: their number.
-
-    Attributes:
-        untold: [ITERATIONS, units] losses that the newest residuals leave out, newest first; 0 where they don't.
     """
 
     def __init__(self, units: int) -> None:
-        self.untold = np.zeros((ITERATIONS, units))
+        self._untold = np.zeros((ITERATIONS, units))
+        self._unusual = np.zeros(units, dtype=bool)
         self._lost = np.zeros((KEPT, units))
         self._held = np.zeros(units, dtype=np.int64)  # how many of these are known
         self._rows = np.zeros(units)  # older ones without bursts, and how many of them have lost much
@@ -54,8 +56,18 @@ class Bursts:
 
     def move(self, source: NDArray[np.int64]) -> None:
         """Go on with other units; `source` gives each one's number before, or -1 if it is new."""
-        for name in ("untold", "_lost", "_held", "_rows", "_hits", "_seen"):
+        for name in ("_untold", "_unusual", "_lost", "_held", "_rows", "_hits", "_seen"):
             setattr(self, name, moved(getattr(self, name), source))
+
+    @property
+    def untold(self) -> NDArray[np.float64]:
+        """[ITERATIONS, units] losses that the newest residuals leave out, newest first; 0 where they don't, and where
+        the unit usually has as many."""
+        return np.where(self._unusual, self._untold, 0.0)
+
+    def forget_untold(self) -> None:
+        """The newest residuals are no one's that judges by them."""
+        self._untold[:] = 0.0
 
     def budget(self, false_alarms: float, iterations: int, units: int) -> None:
         """Set the accepted false alarms of a job; `units` counts the units of all kinds together.
@@ -77,18 +89,24 @@ class Bursts:
         lost = plain - robust
         known = np.isfinite(lost)
         self._take_in(lost - job_level(lost, known), known)
-        newest = self._lost[:ITERATIONS]
-        times = (np.abs(newest) >= LOST).sum(axis=0)
-        begin = (times >= FEWEST) & (newest.mean(axis=0) >= LOST) & ~self._seen
-        if begin.any():
-            begin &= bdtrc(times - 1, ITERATIONS, self._usual_share()) <= self._chance
+        usual = self._usual_share()
+        begin = np.any([self._has_bursts(window, usual) for window in WINDOWS], axis=0) & ~self._seen
+        times = (np.abs(self._lost[:ITERATIONS]) >= LOST).sum(axis=0)
+        self._unusual = bdtrc(times - 1, ITERATIONS, usual) <= UNUSUAL
         ended = self._seen & (times < FEWEST_LATER)
         self._held[ended] = ITERATIONS
         self._seen = (self._seen | begin) & ~ended
         told = self._seen if stopped is None else self._seen | stopped
-        self.untold[1:] = np.where(known, self.untold[:-1], self.untold[1:])
-        self.untold[0] = np.where(known, np.where(told, 0.0, self._lost[0]), self.untold[0])
+        self._untold[1:] = np.where(known, self._untold[:-1], self._untold[1:])
+        self._untold[0] = np.where(known, np.where(told, 0.0, self._lost[0]), self._untold[0])
         return np.where(told, plain, robust)
+
+    def _has_bursts(self, window: int, usual: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """[units] whether so many of the newest iterations show bursts, more than is usual."""
+        newest = self._lost[:window]
+        times = (np.abs(newest) >= LOST).sum(axis=0)
+        many = (times >= FEWEST * window) & (newest.mean(axis=0) >= LOST)
+        return many & (bdtrc(times - 1, window, usual) <= self._chance / len(WINDOWS))
 
     def begin(self, units: NDArray[np.bool_]) -> None:
         """Take it as seen that these units, [units], have bursts."""

@@ -131,6 +131,8 @@ class Judge:
         slow_links = self.links.move(source, returning, Places(_sender_node(layout)), history, numbers, *levels)
 
         self._share_among((self.workers, self.links))
+        for each in (self._bursts, self._link_bursts):
+            each.forget_untold()  # known units have no residuals of these iterations
         self._link_size = _usual_size(settling)
         return self._verdicts(slow, slow_links, settling[-1])
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_resihp.detector.judging.bursts import ITERATIONS, Bursts
+from megatron_resihp.detector.judging.bursts import ITERATIONS, WINDOWS, Bursts
 
 WARM_UP = 50
 
@@ -33,6 +33,25 @@ def test_bursts_are_found_at_once_where_there_were_none() -> None:
     lost = np.zeros((WARM_UP + ITERATIONS, 16))
     lost[WARM_UP:, 5] = 0.3
     assert told(bursts_of(16), lost)[-1].tolist() == lost[-1].tolist()
+
+
+@pytest.mark.parametrize("usual", [0.05, 0.15, 0.3])
+def test_bursts_are_found_where_hiccups_are_frequent(usual: float) -> None:
+    """The more often they are, the more iterations it takes."""
+    lost = np.where(np.random.default_rng(2).random((300, 16)) < usual, 0.2, 0.0)
+    lost[200:, 3] = 0.7
+    found = told(bursts_of(16), lost)
+    assert not found[WARM_UP:200].any()
+    assert found[200 + max(WINDOWS), 3] == lost[-1, 3] and not found[WARM_UP:, :3].any()
+
+
+def test_losses_that_are_usual_are_not_added_to_a_speed() -> None:
+    lost = np.where(np.random.default_rng(3).random((300, 16)) < np.where(np.arange(16) == 5, 0.4, 0.0), 0.2, 0.0)
+    bursts = bursts_of(16)
+    told(bursts, lost)
+    assert not bursts.untold.any()
+    told(bursts, np.tile(np.where(np.arange(16) == 4, 0.2, 0.0), (ITERATIONS // 2, 1)))
+    assert bursts.untold[: ITERATIONS // 2, 4].tolist() == [0.2] * (ITERATIONS // 2)
 
 
 def test_bursts_from_the_start_that_others_do_not_have_are_found() -> None:
