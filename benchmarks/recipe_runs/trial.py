@@ -77,12 +77,15 @@ class Trial:
             run, death = self._runner.through_death(self._shrunk, self._random)
             self._note("death", run)
             verdict = judge(stock, run.logged, still, other, death, self._seconds)
-            if verdict.outcome == UNEQUAL:
-                more = (self._unshared(), self._alone())
-                verdict = judge(stock, run.logged, still, other, death, self._seconds, *more)
         except RunFailed as failure:
             return Verdict(FAILED, str(failure), seconds=self._seconds)
-        return verdict
+        if verdict.outcome != UNEQUAL:
+            return verdict
+        try:
+            more = (self._unshared(), self._alone())
+        except RunFailed:  # stock Megatron can't tell more
+            return verdict
+        return judge(stock, run.logged, still, other, death, self._seconds, *more)
 
     def _note(self, name: str, run: Run) -> Logged:
         self._seconds[name] = run.seconds
@@ -171,7 +174,8 @@ def compare(
     if other is None:
         return {tag: (each, _cancelled(each) if tag in COUNTS else FP32) for tag, each in found.items()}
     stocks = {tag: each.relative for tag, each in differences(stock, other).items() if each.relative < math.inf}
-    norms = {} if alone is None else {tag: differences(stock, alone)[tag].relative for tag in NORMS}
+    lone = {} if alone is None else differences(stock, alone)
+    norms = {tag: lone[tag].relative for tag in NORMS if tag in lone and lone[tag].relative < math.inf}
     compared = {tag: (each, max(stocks.get(tag, 0.0), norms.get(tag, 0.0), FP32)) for tag, each in found.items()}
     others = [each for each in (other, unshared) if each is not None]
     for tag in compared.keys() & set(COUNTS):

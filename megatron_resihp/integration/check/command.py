@@ -212,12 +212,13 @@ def _outlook(
 
     args: Any = line.examined.validated
     memory = None if memory_gib is None else int(memory_gib * 2**30)
-    fields, assumed = model_fields(args), tuple[str, ...]()
+    fields, assumed = model_fields(args, options.stand_in), tuple[str, ...]()
     if not (fields["vocab_size"] or fields["padded_vocab_size"]):
         fields["vocab_size"] = VOCABULARY
         assumed = (f"the vocabulary is counted as {VOCABULARY:,} rows; only the tokenizer knows how many there are",)
     try:
-        job = describe_job(job_of(line.examined.config, args, DerivedArguments(lambda *_: None, args, {}), run=""))
+        own = job_of(line.examined.config, args, DerivedArguments(lambda *_: None, args, {}), run="")
+        job = describe_job(own, options.stand_in)
         job = replace(job, device_memory=memory, host_memory=None)
         return outlook(job, options.size, fields, options.min_workers), assumed, ()
     except NoPlanError as error:

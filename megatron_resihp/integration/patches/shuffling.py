@@ -23,22 +23,24 @@ class Order:
         samples: in the data set.
         micro_batch_size: samples that a replica reads at a time.
         replicas: of the job's own layout.
-
-    Raises:
-        ValueError: the samples don't fill a micro-batch of each replica.
     """
 
     def __init__(self, samples: int, micro_batch_size: int, replicas: int) -> None:
+        self._samples = samples
         self._size = micro_batch_size
         self._replicas = replicas
         self._part = samples // (micro_batch_size * replicas) * micro_batch_size
-        if self._part == 0:
-            raise ValueError(f"{samples} samples don't fill a micro-batch of {micro_batch_size} in {replicas} replicas")
         self._epoch = -1
         self._shuffled: list[int] = []
 
     def index(self, place: int) -> int:
-        """The sample at a place, counted from 0 over all epochs."""
+        """The sample at a place, counted from 0 over all epochs.
+
+        Raises:
+            ValueError: the samples don't fill a micro-batch of each replica. Nobody may ever read such a split.
+        """
+        if self._part == 0:
+            raise ValueError(f"{self._samples} samples don't fill a micro-batch of {self._size} in each replica")
         epoch, within = divmod(place, self._part * self._replicas)
         step, rest = divmod(within, self._size * self._replicas)
         replica, sample = divmod(rest, self._size)

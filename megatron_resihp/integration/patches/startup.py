@@ -173,10 +173,10 @@ def wrap_initialize_megatron(runtime: Runtime, original: Callable[..., Any]) -> 
     return initialize_megatron
 
 
-def describe_job(job: Job) -> JobDescription:
-    """What the coordinator must know of Megatron's arguments and of ours."""
+def describe_job(job: Job, stand_in: bool | None = None) -> JobDescription:
+    """What the coordinator must know of Megatron's arguments and of ours. `stand_in`: as in `as_run`."""
     args, config, own = job.args, job.config, job.own
-    arguments = as_run_here(args)
+    arguments = as_run(args, stand_in)
     return JobDescription(
         tensor_parallel=args.tensor_model_parallel_size,
         pipeline_parallel=args.pipeline_model_parallel_size,
@@ -228,14 +228,19 @@ def describe_job(job: Job) -> JobDescription:
     )
 
 
-def as_run_here(args: Any) -> dict[str, Any]:
-    """Megatron's arguments. On the stand-in for CPUs groups are gloo's, whatever --distributed-backend says."""
-    return vars(args) | ({"distributed_backend": "gloo"} if cpu.installed() else {})
+def as_run(args: Any, stand_in: bool | None = None) -> dict[str, Any]:
+    """Megatron's arguments. On the stand-in for CPUs groups are gloo's, whatever --distributed-backend says.
+
+    Args:
+        stand_in: whether workers run on it; None: as this process does.
+    """
+    on_cpus = cpu.installed() if stand_in is None else stand_in
+    return vars(args) | ({"distributed_backend": "gloo"} if on_cpus else {})
 
 
-def model_fields(args: Any) -> dict[str, Any]:
-    """What a planner must know of Megatron's arguments once the tokenizer is there."""
-    arguments = as_run_here(args)
+def model_fields(args: Any, stand_in: bool | None = None) -> dict[str, Any]:
+    """What a planner must know of Megatron's arguments once the tokenizer is there. `stand_in`: as in `as_run`."""
+    arguments = as_run(args, stand_in)
     found = {name: arguments.get(name) for name in ARGUMENTS}
     return {name: value.name if isinstance(value, Enum) else value for name, value in found.items()}
 
