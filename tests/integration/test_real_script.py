@@ -176,7 +176,11 @@ def test_a_death_while_unlike_replicas_sum_gradients_in_the_backward_pass(
     assert are_heterogeneous(job)[1] and len(job.summary.deaths) == 1
 
 
-@pytest.mark.parametrize("model", [CLIPPED, TWO | AT_ONCE], ids=["weights clipped by logits", "shared experts"])
+@pytest.mark.parametrize(
+    "model",
+    [CLIPPED, TWO | AT_ONCE, TWO | {"dataloader_type": "cyclic", "null_tokenizer_pad_id": 5}],
+    ids=["weights clipped by logits", "shared experts", "shuffled samples with padding"],
+)
 def test_a_death_and_stages_of_another_degree(jobs: Jobs, tmp_path: Path, model: dict[str, Any]) -> None:
     asked = ask_at(tmp_path, (plan(stages([2], [1, 0])), 3))
     job = jobs.run(tiny(**model, resihp_plan=asked, resihp_inject="kill:3@1:backward"), workers=4)

@@ -110,8 +110,8 @@ FACTORS: Final[Mapping[str, Mapping[str, str]]] = {
     "recomputed": {
         "nothing": "",
         "attention": "--recompute-activations",
-        # Without biases: the last one would be a result of what is recomputed, and Megatron's backward pass of that
-        # would begin itself anew without end.
+        # Without biases: the recomputed function returns the last one, and then Megatron's backward pass calls itself
+        # without end.
         "parts": "--recompute-granularity selective --recompute-modules core_attn mlp --disable-bias-linear "
         "--no-bias-gelu-fusion",
         "all": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
@@ -133,7 +133,7 @@ FACTORS: Final[Mapping[str, Mapping[str, str]]] = {
     "saves": {
         "none": "",
         "kept": "--save d --save-interval 6 --save-retain-interval 12 --dist-ckpt-workers 1 --no-save-rng",
-        # By buckets Megatron saves no state of which a replica has nothing, as of padded buckets of a small stage.
+        # In its other format, Megatron can't save a padded bucket of which a replica has no parameter.
         "beside training": "--save d --save-interval 6 --async-save --use-persistent-ckpt-worker "
         "--async-ckpt-cpu-priority 5 --dist-ckpt-optim-fully-reshardable",
         "non-persistent": "--save d --save-interval 6 --non-persistent-save-interval 4 "

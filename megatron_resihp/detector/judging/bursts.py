@@ -24,7 +24,7 @@ WINDOWS: Final = (ITERATIONS, 16, 24, 32)
 FEWEST: Final = 3 / 4
 """Share of these that must show bursts. Few have none of them by chance; hiccups are in few."""
 UNUSUAL: Final = 1e-3
-"""Probability of as many losses by what is usual, from which on those that residuals leave out count for a speed."""
+"""Losses that residuals leave out count for a speed if so many of them are at most this likely, by what is usual."""
 FEWEST_LATER: Final = 2
 """The same once they have been seen: where few ops are timed, those may be between bursts."""
 LOST: Final = 0.1
@@ -66,7 +66,7 @@ class Bursts:
         return np.where(self._unusual, self._untold, 0.0)
 
     def forget_untold(self) -> None:
-        """The newest residuals are no one's that judges by them."""
+        """Nobody has been judged by the newest residuals, such as those of an epoch's first iterations."""
         self._untold[:] = 0.0
 
     def budget(self, false_alarms: float, iterations: int, units: int) -> None:
