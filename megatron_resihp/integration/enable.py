@@ -82,7 +82,10 @@ def version_problem(tree: Tree | None = None) -> str | None:
 
 
 def mismatch(error: ImportError | PatchError) -> str:
-    """What to say of a Megatron that calls itself supported and lacks what the patches or its own modules need."""
+    """What to say of a Megatron that isn't there, or calls itself supported and lacks what the patches or its own
+    modules need."""
+    if found() is None:
+        return f"no megatron-core can be imported: {error}; install {releases.requirement()} {_checkout()}"
     lacking = error.name if isinstance(error, ImportError) else None
     if lacking and lacking.partition(".")[0] not in ("megatron", __name__.partition(".")[0]):
         cause = f"Megatron ({found()}) can't be imported: {error}"

@@ -126,3 +126,16 @@ def test_weight_gradients_of_the_head_after_the_pipeline(
     check_training(job, jobs.reference(tiny(**model), workers=workers))
     assert are_heterogeneous(job) == ([False, False, True, False] if plans else [False, False])
     check_like_stock(job, stock_steps(jobs, workers, **model | AT_ONCE))
+
+
+@NIGHTLY
+def test_overlaps_that_a_job_does_without(jobs: Jobs, tmp_path: Path) -> None:
+    """Nothing else changes, in plans with stages of one member too, where Megatron refuses one of them."""
+    model = TWO | {"sequence_parallel": True}
+    asked = {"tp_comm_overlap": True, "delay_wgrad_compute": True, "overlap_dispatch_backward_with_experts_wgrad": True}
+    words = ask_for(tmp_path, plan(stages([2], [1, 0])), plan(stages([0, 1])))
+    job = jobs.run(tiny(**model | asked, resihp_plan=words, resihp_inject="kill:3@1:backward"), workers=4)
+    check_training(job, jobs.reference(tiny(**model), workers=4))
+    assert are_heterogeneous(job) == [False, False, True, False]
+    lines = [job.log(worker).count("resihp: without overlap: --") for worker in range(4)]
+    assert lines == [3, 0, 0, 0]

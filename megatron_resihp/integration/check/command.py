@@ -157,16 +157,19 @@ def look(
     from megatron_resihp.integration.check.findings import Findings
     from megatron_resihp.integration.check.script import read_script
     from megatron_resihp.integration.check.unknown import explained
+    from megatron_resihp.integration.modes.overlaps import lost_always, lost_sometimes
 
     size = options.size
     text = read_script(script, [Path(each) for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each])
     line = read_command_line(options.arguments, size.workers if uncounted is None else None, text.defaults)
     outlook, assumed, unplanned = _outlook(line, options, memory_gib)
+    asked = {} if line.given is None else vars(line.given)
     return Findings(
         job=_job(options, uncounted),
         refusals=(*_refusals(line, text, uncounted), *unplanned),
         environment=(*overruled(environment), *warnings_of(environment)),
-        without_overlap=tuple(_without_overlap(line)),
+        given_up=tuple(lost_always(asked)),
+        without_overlap=tuple(lost_sometimes(asked)),
         unknown=() if text.complete else tuple(_unknown(line, text, explained)),
         notes=(*_notes(line, options, text, environment), *assumed),
         outlook=outlook,
@@ -226,12 +229,6 @@ def _outlook(
         return None, (), (f"{error}, so no plan exists at the start; change the sizes or the number of workers",)
     except PlanError as error:
         return None, (f"what losses would do can't be told: {error}",), ()
-
-
-def _without_overlap(line: CommandLine) -> Iterator[str]:
-    from megatron_resihp.integration.modes.overlaps import lost_sometimes
-
-    return lost_sometimes(vars(line.given) if line.given is not None else {})
 
 
 def _unknown(

@@ -24,8 +24,10 @@ from megatron_resihp.integration.patches.flags import (
     YAML,
     Examined,
     examine,
+    give_up_overlaps,
     reads_yaml,
     unsupported,
+    with_defaults,
     wrap_add_megatron_arguments,
 )
 
@@ -87,8 +89,9 @@ def read_command_line(words: Sequence[str], workers: int | None, defaults: Mappi
 
 def _examined(args: argparse.Namespace, defaults: dict[str, Any]) -> tuple[Examined, str | None]:
     if args.use_checkpoint_args or defaults.get("use_checkpoint_args"):
-        examined = Examined(ResihpConfig.from_namespace(args), tuple(unsupported(args)), None)
+        examined = Examined(ResihpConfig.from_namespace(args), tuple(unsupported(with_defaults(args, defaults))), None)
         return examined, "sizes are in the checkpoint (--use-checkpoint-args), which is not read here"
+    give_up_overlaps(args)
     try:
         return examine(arguments.validate_args, args, defaults), None
     except Exception as error:

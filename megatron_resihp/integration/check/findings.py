@@ -19,6 +19,7 @@ class Findings:
     job: what was asked about, in words.
     refusals: a line for each thing that keeps the job out, "cause; mend".
     environment: a line for each variable that is overruled, or does harm.
+    given_up: a line for each overlap that the job would never have.
     without_overlap: a line for each overlap that the job would lack sometimes.
     unknown: flags that neither Megatron's parser nor the script's text has.
     notes: what else a user should know.
@@ -28,6 +29,7 @@ class Findings:
     job: str
     refusals: tuple[str, ...] = ()
     environment: tuple[str, ...] = ()
+    given_up: tuple[str, ...] = ()
     without_overlap: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -45,7 +47,7 @@ class Findings:
         """A page for the terminal; the last line says whether the job would be let in."""
         yield self.job
         yield from _section("environment", self.environment)
-        yield from _section("without overlap", self.without_overlap)
+        yield from _section("without overlap", self.given_up + self.without_overlap)
         yield from _section("unknown to Megatron; the script may define it", self.unknown)
         if self.outlook is not None:
             yield from _section("losses", tuple(told_of_losses(self.outlook)))
@@ -55,9 +57,15 @@ class Findings:
         yield from _section("refused", self.refusals)
         number = len(self.refusals)
         why = f"{number} reason{'s' if number > 1 else ''}, see above"
-        accepted = f"the job would be accepted{_if_defined(self.unknown)}; no flag is changed"
+        accepted = f"the job would be accepted{_if_defined(self.unknown)}; {_changed(self.given_up)}"
         end = accepted if self.let_in else f"the job would be refused: {why}"
         yield f"resihp: {end}"
+
+
+def _changed(given_up: tuple[str, ...]) -> str:
+    """Which flags the job would not follow."""
+    flags = [line.partition(":")[0] for line in given_up]
+    return f"it would run without {' and '.join(flags)}" if flags else "no flag is changed"
 
 
 def _if_defined(unknown: tuple[str, ...]) -> str:

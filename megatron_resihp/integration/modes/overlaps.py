@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which overlaps that a job asks for it does not have under some plans. Imports the standard library only.
+"""Which overlaps that a job asks for it does not have under some plans, or under any. Imports the support table only.
 
-Modes tell of them as a plan begins, and `resihp check` before a job is queued.
+Modes tell of the former as a plan begins, the first worker of the others as the job begins, and `resihp check` of all
+before it is queued.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
+
+from megatron_resihp.integration.support.table import GIVEN_UP
 
 UNLIKE_REPLICAS: Final[Mapping[str, str]] = {
     "overlap_grad_reduce": "gradients of parameters that every tensor-parallel rank has whole (such as norms) are "
@@ -24,6 +27,11 @@ WITH_ALL_EXPERTS: Final = {**{name: False for name in ALL_EXPERTS}, "ep_overlap_
 def flag_of(name: str) -> str:
     """How an argument of these is spelled."""
     return f"--{name.replace('_', '-')}"
+
+
+def lost_always(asked: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each overlap that a job asks for and never has."""
+    return (f"{flag_of(name)}: under every plan: {why}" for name, why in GIVEN_UP.items() if asked.get(name))
 
 
 def lost_sometimes(asked: Mapping[str, Any]) -> Iterator[str]:

@@ -24,6 +24,7 @@ from megatron_resihp.control.replanning.change import ChangeRefused, plan_of
 from megatron_resihp.control.worker.identity import Identity
 from megatron_resihp.cost.profile import ProfileError, load_profile
 from megatron_resihp.integration.failing import fail
+from megatron_resihp.integration.modes.overlaps import lost_always
 from megatron_resihp.integration.patches.context import check_sharing
 from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
 from megatron_resihp.integration.patches.identity import identity_of
@@ -37,7 +38,7 @@ from megatron_resihp.integration.patches.sizes import (
     with_fitting_sizes,
 )
 from megatron_resihp.integration.streams.seeds import draws
-from megatron_resihp.integration.support import TABLE, refusals
+from megatron_resihp.integration.support import GIVEN_UP, TABLE, refusals
 from megatron_resihp.integration.support.batches import batch_of
 from megatron_resihp.plan import PlanError
 from megatron_resihp.plan.files import read_plan
@@ -84,11 +85,15 @@ def make_wrap_validate_args(switch_on: SwitchOn) -> Callable[[Any], Any]:
             if not args.resihp:
                 give_back_nccl()
                 return original(args, defaults)
-            derived = DerivedArguments(original, args, defaults)
             given = vars(with_defaults(args, defaults))
+            without = give_up_overlaps(args)
+            derived = DerivedArguments(original, args, defaults)
             examined = examine(original, args, defaults)
             if lines := [*examined.refusals, *data_problems(args)]:
                 fail(*lines)
+            if os.environ.get("RANK", "0") == "0":
+                for line in without:
+                    print(f"resihp: without overlap: {line}", flush=True)
             # The launcher heeds signals, for all workers after one iteration.
             args.exit_signal_handler = False
             switch_on(examined.config, derived, functools.partial(identity_of, given, known_parser()._actions))
@@ -97,6 +102,15 @@ def make_wrap_validate_args(switch_on: SwitchOn) -> Callable[[Any], Any]:
         return validate_args
 
     return wrap_validate_args
+
+
+def give_up_overlaps(args: argparse.Namespace) -> list[str]:
+    """Turn off the overlaps that no job with --resihp has; a line for each. Before validation, which refuses some of
+    them where a stage has one member."""
+    lines = [*lost_always(vars(args))]
+    for name in GIVEN_UP.keys() & vars(args).keys():
+        setattr(args, name, False)
+    return lines
 
 
 YAML: Final = (

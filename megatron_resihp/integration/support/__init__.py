@@ -8,6 +8,6 @@ docs/megatron-flags.md. All but that module can be imported without torch and Me
 
 from megatron_resihp.integration.support.lacking import LACKING
 from megatron_resihp.integration.support.row import Evidence, Needs, Only, Row
-from megatron_resihp.integration.support.table import SUBJECTS, SUPPORTED, TABLE, refusals
+from megatron_resihp.integration.support.table import GIVEN_UP, SUBJECTS, SUPPORTED, TABLE, refusals
 
-__all__ = ["LACKING", "SUBJECTS", "SUPPORTED", "TABLE", "Evidence", "Needs", "Only", "Row", "refusals"]
+__all__ = ["GIVEN_UP", "LACKING", "SUBJECTS", "SUPPORTED", "TABLE", "Evidence", "Needs", "Only", "Row", "refusals"]

@@ -19,6 +19,11 @@ def tested(test: str, names: str, *, device: str = "", condition: Condition | No
     return _rows(names, evidence=Evidence.TEST, shown=shown, device=device, condition=condition, needed=needed)
 
 
+def given_up(test: str, names: str, why: str) -> Rows:
+    """Overlaps that a job does without, and why; a test holds that nothing else changes."""
+    return _rows(names, evidence=Evidence.TEST, shown=f"tests/{test}", given_up=why)
+
+
 def kernel(place: str, names: str, *, in_018: str = "", device: str = "", condition: Condition | None = None) -> Rows:
     """These change how something is computed, at that place, `module:function` below megatron."""
     return _rows(names, evidence=Evidence.KERNEL, **_shown(place, in_018), device=device, condition=condition)
@@ -35,7 +40,8 @@ def inert(place: str, names: str, *, in_018: str = "", device: str = "", conditi
 
 
 def without(other: str, place: str, names: str, *, condition: Only | None = None) -> Rows:
-    """These do nothing without another argument (or value, `name=value`) that is refused, as that place shows."""
+    """These do nothing without another argument (or value, `name=value`) that is refused or given up, as that place
+    shows."""
     return _rows(names, evidence=Evidence.INERT, shown=f"megatron.{place}", without=other, condition=condition)
 
 

@@ -77,7 +77,8 @@ def _shown(row: Row, flags: Mapping[str, str]) -> str:
 def _conditions(row: Row, flags: Mapping[str, str]) -> str:
     said = [row.condition.said(flags)] if row.condition else []
     needed = [f"has to be given: {row.needed}"] if row.needed else []
-    return "; ".join([*said, *needed, *([row.device] if row.device else [])])
+    given_up = [f"the job runs without this overlap: {row.given_up}"] if row.given_up else []
+    return "; ".join([*said, *needed, *given_up, *([row.device] if row.device else [])])
 
 
 def _refused(rows: Iterable[Row], flags: Mapping[str, str]) -> str:
@@ -107,7 +108,7 @@ that the last column allows. The others are refused at the start if they differ 
 new to Megatron is refused until it has a row here. For each supported flag there is evidence of one of four kinds:
 
 - `inert`: it changes nothing that training computes. The place in Megatron shows it. Many flags do nothing because
-  another flag that they belong to is refused.
+  another flag that they belong to is refused, or is for an overlap that jobs do without.
 - `start`: it is read before the first step, at that place in Megatron, and says what the job begins with: its data, its
   words, its first weights. A recovery goes on from what survivors hold, and does not look at it. A worker that
   comes back reads it as the first ones did.

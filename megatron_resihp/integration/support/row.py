@@ -208,6 +208,7 @@ class Row:
         unread: nothing of Megatron's training code reads it.
         device: what it needs on which device, if not the same everywhere.
         condition: a supported one's.
+        given_up: it asks for an overlap that no job with --resihp has, and why; empty: it is followed.
         needed: why Megatron itself does not train without it, whatever its parser says; empty: it does.
         why: it is refused.
         instead: what to do then.
@@ -221,6 +222,7 @@ class Row:
     unread: bool = False
     device: str = ""
     condition: Condition | None = None
+    given_up: str = ""
     needed: str = ""
     why: str = ""
     instead: str = ""

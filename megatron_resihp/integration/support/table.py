@@ -49,6 +49,8 @@ def by_name(groups: Iterable[Iterable[Row]]) -> dict[str, Row]:
 
 TABLE: Mapping[str, Row] = by_name(SUBJECTS.values())
 SUPPORTED: frozenset[str] = frozenset(name for name, row in TABLE.items() if row.supported)
+GIVEN_UP: Mapping[str, str] = {name: row.given_up for name, row in TABLE.items() if row.given_up}
+"""Overlaps that no job with --resihp has, and why."""
 UNKNOWN = "nobody has yet read what it does"
 
 

@@ -125,6 +125,12 @@ def test_modules_that_a_supported_megatron_lacks(tmp_path: Path, monkeypatch: py
     assert f"can't be imported: No module named 'six'; install six, or use megatron-core {supported()}" in other
 
 
+def test_no_megatron_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(enable, "found", lambda: None)
+    said = enable.mismatch(ModuleNotFoundError("No module named 'megatron'", name="megatron"))
+    assert said.startswith(f"no megatron-core can be imported: No module named 'megatron'; install {requirement()} or")
+
+
 def make_tree(folder: Path, package_info: str | None) -> None:
     core = folder / "megatron" / "core"
     core.mkdir(parents=True)

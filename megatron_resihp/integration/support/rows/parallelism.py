@@ -3,6 +3,7 @@
 
 from megatron_resihp.integration.support.notation import (
     Rows,
+    given_up,
     inert,
     joined,
     kernel,
@@ -16,6 +17,7 @@ from megatron_resihp.integration.support.row import NotWith
 from megatron_resihp.integration.support.rows import context, sharing_experts
 
 _FSDP = "shards of parameters that exist once are lost with their worker: there are no copies of them"
+_WITHOUT = "integration/test_flags.py::test_overlaps_that_a_job_does_without"
 _USER_BUFFERS = (
     "Transformer Engine's kernels wait in each other's memory: nothing aborts one that waits for a dead worker, and "
     "after a time-out it computes on with what is there"
@@ -69,21 +71,17 @@ _PIPELINE: Rows = joined(
         device="GPU: Transformer Engine's layers and Apex's kernel; CPUs have stand-ins for them",
     ),
     tested("integration/test_flags.py::test_weight_gradients_of_the_head_after_the_pipeline", "wgrad_deferral_limit"),
-    refused(
+    given_up(
+        _WITHOUT,
         "delay_wgrad_compute",
         "only Transformer Engine's layers leave weight gradients for later, and no test on GPUs covers that a broken "
         "epoch forgets them",
-        "leave it out",
     ),
     refused("mtp_standalone", "a stage of its own for multi-token prediction has no place in a plan"),
 )
 
 _TENSOR: Rows = joined(
-    refused(
-        "tp_comm_overlap",
-        _USER_BUFFERS,
-        "leave it out, and tensor-parallel communication is not overlapped",
-    ),
+    given_up(_WITHOUT, "tp_comm_overlap", _USER_BUFFERS),
     without(
         "tp_comm_overlap",
         "core.extensions.transformer_engine:TELayerNormColumnParallelLinear",
@@ -110,7 +108,8 @@ _EXPERT_OVERLAP: Rows = joined(
         "core.pipeline_parallel.combined_1f1b:combined_1f1b_schedule_for_no_pipelining",
         "high_priority_a2a_comm_stream",
     ),
-    refused(
+    given_up(
+        _WITHOUT,
         "overlap_dispatch_backward_with_experts_wgrad",
         "it leaves the experts' weight gradients for a hook, which plans do by ops of their own",
     ),

@@ -376,6 +376,13 @@ def test_sizes_that_a_checkpoint_has(look: Look) -> None:
     assert any("sizes are in the checkpoint" in note for note in found.notes)
 
 
+def test_what_a_script_gives_itself_is_checked_where_sizes_are_in_a_checkpoint(look: Look) -> None:
+    text = "from megatron.training import pretrain\npretrain(args_defaults={'dataloader_type': 'external'})\n"
+    Path("train.py").write_text(text)
+    (refusal,) = look("--use-checkpoint-args --load saved").refusals
+    assert refusal.startswith("--dataloader-type external is not supported with --resihp")
+
+
 def test_arguments_in_a_file(look: Look) -> None:
     (refusal,) = look("--yaml-cfg missing.yaml").refusals
     assert refusal.startswith("--yaml-cfg is not supported with --resihp: ") and refusal.endswith("; give flags")
@@ -448,6 +455,15 @@ def test_overlaps_of_gathering_and_of_experts(look: Look) -> None:
         "--overlap-param-gather-with-optimizer-step: while replicas differ in shape, no parameters are gathered",
         "--overlap-moe-expert-parallel-comm: while each worker has all experts, there is nothing to overlap",
     ]
+
+
+def test_an_overlap_that_no_plan_has(look: Look) -> None:
+    found = look("--tp-comm-overlap --tp-comm-bootstrap-backend nccl --no-tp-comm-bulk-wgrad")
+    assert found.let_in, found.refusals
+    (line,) = found.given_up
+    assert line.startswith("--tp-comm-overlap: under every plan: Transformer Engine's kernels wait in each other's")
+    assert f"  {line}" in found.lines()
+    assert [*found.lines()][-1] == "resihp: the job would be accepted; it would run without --tp-comm-overlap"
 
 
 def test_data_may_be_elsewhere_and_a_tokenizer_is_not_opened(look: Look) -> None:

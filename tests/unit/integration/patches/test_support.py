@@ -97,8 +97,7 @@ def test_a_common_command_line_is_taken(check: Check) -> None:
         "--use-megatron-fsdp", "--use-torch-fsdp2", "--fp8-format hybrid", "--enable-cuda-graph",
         "--mtp-use-repeated-layer", pytest.param("--mtp-detach-heads", marks=SINCE_019),
         "--cuda-graph-impl local", "--cuda-graph-modules full_iteration",
-        "--step-batch-size-schedule 0:8", "--tp-comm-overlap",
-        "--delay-wgrad-compute",
+        "--step-batch-size-schedule 0:8",
         "--defer-embedding-wgrad-compute",
         "--dataloader-type external", "--dataloader-type cyclic --no-data-sharding", "--inprocess-restart",
         "--qk-clip --use-distributed-optimizer", "--qk-clip --attention-output-gate",
@@ -263,6 +262,31 @@ def test_fused_ops_and_parameters_that_are_gathered_meanwhile(check: Check, caps
 def test_the_launcher_heeds_signals_in_megatrons_place(check: Check) -> None:
     args = check(*COMMON, "--exit-signal-handler", "--exit-signal", "SIGINT")
     assert args.switched_on and not args.exit_signal_handler
+
+
+def test_overlaps_that_no_job_has_are_off_before_megatron_validates(
+    check: Check, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It refuses one of them where a stage has one member, which stages of other plans may have."""
+    seen: list[tuple[bool, bool]] = []
+
+    def validate(args: argparse.Namespace, defaults: Any) -> argparse.Namespace:
+        seen.append((args.tp_comm_overlap, args.delay_wgrad_compute))
+        return args
+
+    args = check(*COMMON, "--tp-comm-overlap", "--delay-wgrad-compute", megatron=validate)
+    assert args.switched_on and seen == [(False, False)]
+    said = capsys.readouterr().out.splitlines()
+    lines = [line.removeprefix("resihp: without overlap: ") for line in said if "without overlap" in line]
+    assert {line.partition(":")[0] for line in lines} == {"--tp-comm-overlap", "--delay-wgrad-compute"}
+
+
+def test_who_comes_back_does_not_say_again_what_the_first_worker_said(
+    check: Check, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "3")
+    assert check(*COMMON, "--tp-comm-overlap").switched_on
+    assert "without overlap" not in capsys.readouterr().out
 
 
 def test_without_the_plugin_everything_is_megatrons_business(check: Check) -> None:

@@ -13,9 +13,9 @@ from megatron_resihp.integration.world.heterogeneous_groups import Heterogeneous
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica
 
 OVERLAPS: Final = {"defer_embedding_wgrad_compute"} | {
-    name for name, row in TABLE.items() if row.supported and "overlap" in name and not row.without
+    name for name, row in TABLE.items() if row.supported and "overlap" in name and not (row.without or row.given_up)
 }
-"""Supported arguments that ask for an overlap, or for how it is done."""
+"""Supported arguments that ask for an overlap, or for how it is done, but for those that are never followed."""
 NOTHING_TO_HIDE: Final = {
     "overlap_p2p_comm": "receives are posted before they are due, and no send is waited for before an iteration's end",
     "overlap_p2p_comm_warmup_flush": "the same",
