@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from authority import authority, openssl, sign
 from etcds import Etcd, needs_etcd
 
 from megatron_resihp.cli import main
@@ -22,19 +23,11 @@ pytestmark = [needs_etcd, pytest.mark.nightly]
 PAIR = Access(user="job", password="of:two")
 
 
-def openssl(folder: Path, *arguments: str) -> None:
-    subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
-
-
-def authority(folder: Path) -> Path:
+def etcds_authority(folder: Path) -> Path:
     """A folder with an authority, and a certificate of 127.0.0.1 that it has signed."""
-    folder.mkdir()
+    authority(folder)
     (folder / "names").write_text("subjectAltName=IP:127.0.0.1\nextendedKeyUsage=serverAuth,clientAuth\n")
-    new = ("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    openssl(folder, *new, "-x509", "-subj", "/CN=an authority", "-keyout", "ca.key", "-out", "ca.pem")
-    openssl(folder, *new, "-subj", "/CN=a member", "-keyout", "own.key", "-out", "own.csr")
-    signed = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "names", "-out", "own.pem")
-    openssl(folder, "x509", "-req", "-in", "own.csr", *signed)
+    sign(folder, "own", "-extfile", "names")
     return folder
 
 
@@ -46,7 +39,7 @@ def access_in(folder: Path) -> Access:
 def sealed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
     """Talks TLS, with those that show a certificate of its authority."""
     folder = tmp_path_factory.mktemp("etcd")
-    access = access_in(authority(folder / "own"))
+    access = access_in(etcds_authority(folder / "own"))
     flags = ["--cert-file", access.certificate, "--key-file", access.key, "--trusted-ca-file", access.ca]
     with closing(Etcd(folder, access=access, flags=[*flags, "--client-cert-auth"])) as made:
         yield made
@@ -58,13 +51,13 @@ class TestCertificates:
             assert leader.token
 
     def test_others_are_not_let_in(self, sealed: Etcd, tmp_path: Path) -> None:
-        place, strangers = sealed.location("alone"), access_in(authority(tmp_path / "strangers"))
+        place, strangers = sealed.location("alone"), access_in(etcds_authority(tmp_path / "strangers"))
         for access in (OPEN, Access(place.access.ca), replace(strangers, ca=place.access.ca)):
             with pytest.raises(UnreachableError):
                 Gateway(replace(place, access=access)).get("any")
 
     def test_a_member_of_another_authority_is_told_nothing(self, sealed: Etcd, tmp_path: Path) -> None:
-        strangers = access_in(authority(tmp_path / "strangers"))
+        strangers = access_in(etcds_authority(tmp_path / "strangers"))
         with pytest.raises(UnreachableError, match="CERTIFICATE_VERIFY_FAILED"):
             Gateway(replace(sealed.location(), access=strangers)).get("any")
 

@@ -21,6 +21,7 @@ from megatron_resihp.control import keys
 from megatron_resihp.control.commands.claim import Hold, Owner, claimed, taken_over
 from megatron_resihp.control.transport import leaders
 from megatron_resihp.control.transport.address import Address, parse_address
+from megatron_resihp.control.transport.encryption import CertificateError
 from megatron_resihp.control.transport.gate import OtherProtocolError, RefusedSecretError
 from megatron_resihp.control.transport.secret import UnreadableError, find_secret
 from megatron_resihp.control.transport.store import Store, StoreError
@@ -137,7 +138,7 @@ def reach(run_dir: Path) -> Store:
             return store
     except RefusedSecretError as error:
         raise StoreError(f"no job runs in {run_dir} that this command may speak to: {error}") from error
-    except (UnreadableError, OtherProtocolError):
+    except (UnreadableError, OtherProtocolError, CertificateError):
         raise
     except (StoreError, TimeoutError):
         pass

@@ -15,6 +15,7 @@ from typing import Final
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.by_agent import ByAgent, at_hatch
+from megatron_resihp.control.transport.encryption import PREFIX as TLS
 from megatron_resihp.control.transport.etcd.access import PREFIX as ETCD
 from megatron_resihp.control.transport.secret import VARIABLE as SECRET
 from megatron_resihp.plan.slots import slot_of
@@ -189,7 +190,7 @@ class JobEnvironment:
             "TORCH_CPP_LOG_LEVEL": "ERROR",
             **_safer(inherited),
             # Workers need nothing of etcd, and their agent has the secret for them.
-            **{name: value for name, value in inherited.items() if not name.startswith(ETCD) and name != SECRET},
+            **{name: value for name, value in inherited.items() if not name.startswith((ETCD, TLS)) and name != SECRET},
             "PYTHONUNBUFFERED": "1",
             # Connections between pairs that never talk would only be more to lose.
             "TORCH_GLOO_LAZY_INIT": "1",

@@ -17,6 +17,7 @@ from typing import Final
 from megatron_resihp.control import exit_codes, keys
 from megatron_resihp.control.node.mailbox import BrokenEpoch, Drained, Ending, GivenUp, coordinator_lost
 from megatron_resihp.control.slowness import Slowness
+from megatron_resihp.control.transport.encryption import CertificateError
 from megatron_resihp.control.transport.gate import OtherProtocolError, RefusedSecretError
 from megatron_resihp.control.transport.lasting import LastingStore
 from megatron_resihp.control.transport.liveness import LivenessConnection
@@ -160,7 +161,7 @@ class Link:
             self._term = store.term if isinstance(store, LastingStore) else None
             self._liveness = self._introduce(store, self._on_cut_off(store), False)
         except (StoreError, TimeoutError) as error:
-            refused = isinstance(error, RefusedSecretError | OtherProtocolError)
+            refused = isinstance(error, RefusedSecretError | OtherProtocolError | CertificateError)
             refused = refused or (store is not None and self._still_there(store))
             self._on_end(Ending(exit_codes.REFUSED, str(error)) if refused else coordinator_lost(error))
             return None

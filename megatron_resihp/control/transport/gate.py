@@ -11,17 +11,33 @@ import selectors
 import socket
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
 from megatron_resihp.control.transport.address import Address
+from megatron_resihp.control.transport.encryption import (
+    CA,
+    CERTIFICATE,
+    KEY,
+    READ_BYTES,
+    RECORD_HEAD,
+    CertificateError,
+    Conversation,
+    EncryptionError,
+    bound,
+    encrypted,
+)
 from megatron_resihp.control.transport.secret import Secret
 from megatron_resihp.control.transport.secure import (
     ANSWER_BYTES,
+    ENCRYPTED,
+    GREETING,
     HELLO_BYTES,
     PROOF,
     Answer,
     Challenge,
+    EncryptedError,
     ForeignError,
     OtherVersionError,
     RefusedError,
@@ -31,6 +47,8 @@ from megatron_resihp.control.transport.store import StoreError
 
 ANSWER_S: Final = 5.0
 """How long a client may take to answer the challenge."""
+SAYS_NOTHING_S: Final = 1.0
+"""How long a client may take to begin with TLS, where that is spoken, before it is told so."""
 UNANSWERED: Final = 64
 """Connections of one listener that may have not answered yet, at least; of more, the oldest of the busiest host ends.
 All nodes of a job may come at once."""
@@ -56,7 +74,39 @@ class _Newcomer:
     host: str
     challenge: Challenge
     came_at: float
+    tls: Conversation | None
     said: bytearray = field(default_factory=bytearray)
+    silent: bool = True
+
+    def read(self) -> bytes:
+        """What it has sent, of its answer at most where nothing is encrypted."""
+        return self.sock.recv(ANSWER_BYTES - len(self.said) if self.tls is None else READ_BYTES)
+
+    def hear(self, data: bytes) -> bytes:
+        """Take what it has sent, and return what to say to that before it has answered.
+
+        Raises:
+            EncryptionError: it is not to be talked to.
+        """
+        self.silent = False
+        if self.tls is None:
+            self.said += data
+            return b""
+        if self.tls.ready:
+            self.said += self.tls.open(data)
+            return b""
+        words = self.tls.shake(data)
+        return words + self.tls.seal(self.challenge.hello) if self.tls.ready else words
+
+    def judge(self) -> tuple[bytes, Session | None]:
+        """What to say to its answer, and the session; None: it is refused."""
+        if len(self.said) > ANSWER_BYTES:
+            return b"", None
+        word, session = self.challenge.judge(bytes(self.said))
+        if self.tls is None:
+            return word, session
+        word = self.tls.seal(word)
+        return word, None if session is None else encrypted(session, self.tls)
 
 
 class Gate:
@@ -104,8 +154,11 @@ class Gate:
                 self._accept(now)
             elif (newcomer := self._newcomers.get(key.fd)) is not None and (session := self._hear(newcomer)):
                 let_in.append((newcomer.sock, session))
-        for newcomer in [each for each in self._newcomers.values() if now - each.came_at > ANSWER_S]:
-            self._turn_away(newcomer)
+        for newcomer in list(self._newcomers.values()):
+            if newcomer.tls is not None and newcomer.silent and now - newcomer.came_at > SAYS_NOTHING_S:
+                self._turn_away(newcomer, ENCRYPTED.ljust(HELLO_BYTES))
+            elif now - newcomer.came_at > ANSWER_S:
+                self._turn_away(newcomer)
         return let_in
 
     def close(self) -> None:
@@ -123,7 +176,10 @@ class Gate:
                     self._selector.unregister(self._listener)
                     self._paused_until = now + PAUSE_S
                 return
-            self._challenge(_Newcomer(sock, peer[0], Challenge(self._secret.key, self._purpose, self._largest), now))
+            certificates = self._secret.certificates
+            tls = None if certificates is None else certificates.accept()
+            challenge = Challenge(self._secret.key, bound(self._purpose, tls), self._largest)
+            self._challenge(_Newcomer(sock, peer[0], challenge, now, tls))
 
     def _challenge(self, newcomer: _Newcomer) -> None:
         newcomer.sock.setblocking(False)
@@ -134,23 +190,28 @@ class Gate:
         self._selector.register(newcomer.sock, selectors.EVENT_READ)
         try:
             newcomer.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            newcomer.sock.send(newcomer.challenge.hello)
+            if newcomer.tls is None:  # with TLS, clients speak first
+                newcomer.sock.send(newcomer.challenge.hello)
         except OSError:
             self._turn_away(newcomer)
 
     def _hear(self, newcomer: _Newcomer) -> Session | None:
         """The session of a newcomer that has answered."""
         try:
-            data = newcomer.sock.recv(ANSWER_BYTES - len(newcomer.said))
+            data = newcomer.read()
+            if data and (words := newcomer.hear(data)):
+                newcomer.sock.send(words)
         except BlockingIOError:
+            return None
+        except EncryptionError as error:
+            self._turn_away(newcomer, error.alert)
             return None
         except OSError:
             data = b""
-        newcomer.said += data
         if data and len(newcomer.said) < ANSWER_BYTES:
             return None
         if data:
-            word, session = newcomer.challenge.judge(bytes(newcomer.said))
+            word, session = newcomer.judge()
             try:
                 newcomer.sock.send(word)
             except OSError:
@@ -161,8 +222,10 @@ class Gate:
         self._turn_away(newcomer)
         return None
 
-    def _turn_away(self, newcomer: _Newcomer) -> None:
+    def _turn_away(self, newcomer: _Newcomer, last_words: bytes = b"") -> None:
         self._forget(newcomer)
+        with suppress(OSError):
+            newcomer.sock.send(last_words)
         newcomer.sock.close()
 
     def _forget(self, newcomer: _Newcomer) -> None:
@@ -200,6 +263,7 @@ def enter(
     Raises:
         RefusedSecretError: a job with another secret is there.
         OtherProtocolError: a job of another version is.
+        CertificateError: one end speaks TLS, and has no certificate that the other takes.
         StoreError: something else is.
         OSError: nothing is, or it does not answer in time.
     """
@@ -207,9 +271,7 @@ def enter(
     sock = socket.create_connection(address, timeout=timeout_s)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        answer = Answer(secret.key, purpose, largest, who)
-        sock.sendall(answer.to(_receive(sock, HELLO_BYTES, deadline)))
-        session = answer.welcomed(_receive(sock, PROOF, deadline))
+        session = _answered(_Server(sock, secret, deadline), secret.key, purpose, largest, who)
         sock.settimeout(timeout_s)
         return sock, session
     except BaseException as error:
@@ -220,17 +282,66 @@ def enter(
             raise RefusedSecretError(f"{problem} ({error}); {mend}") from error
         if isinstance(error, OtherVersionError):
             raise OtherProtocolError(f"the job at {address} {error}") from error
+        if isinstance(error, EncryptedError):
+            mend = f"set {CA}, {CERTIFICATE} and {KEY} as where the job was started"
+            raise CertificateError(f"the job at {address} can't be talked to: {error}; {mend}") from error
+        if isinstance(error, EncryptionError):
+            raise CertificateError(f"what answers at {address} can't be talked to: {error}") from error
         if isinstance(error, ForeignError):
             raise StoreError(f"what answers at {address} is not this job ({error})") from error
         raise
 
 
-def _receive(sock: socket.socket, size: int, deadline: float) -> bytes:
-    received = b""
-    while len(received) < size:
-        sock.settimeout(max(deadline - time.monotonic(), 0.001))
-        data = sock.recv(size - len(received))
-        if not data:
-            raise ConnectionResetError(errno.ECONNRESET, "it ended the connection")
-        received += data
-    return received
+def _answered(server: _Server, key: bytes, purpose: str, largest: int, who: int) -> Session:
+    """Answer a gate's challenge; raises as `enter` does."""
+    server.begin()
+    answer = Answer(key, bound(purpose, server.tls), largest, who)
+    server.send(answer.to(server.receive(HELLO_BYTES)))
+    session = answer.welcomed(server.receive(PROOF))
+    return session if server.tls is None else encrypted(session, server.tls)
+
+
+class _Server:
+    """What a client hears from a gate, and says to it, until it is let in."""
+
+    def __init__(self, sock: socket.socket, secret: Secret, deadline: float) -> None:
+        self._sock, self._deadline = sock, deadline
+        self.tls = None if secret.certificates is None else secret.certificates.offer()
+        self._opened = b""
+
+    def begin(self) -> None:
+        """Show each other certificates, where both have some."""
+        if self.tls is None:
+            return
+        self._sock.sendall(self.tls.shake())
+        while not self.tls.ready:
+            self._sock.sendall(self.tls.shake(self._record()))
+
+    def send(self, words: bytes) -> None:
+        self._sock.sendall(words if self.tls is None else self.tls.seal(words))
+
+    def receive(self, size: int) -> bytes:
+        """So many bytes, and no more of what follows: whoever has the connection later waits for that at the socket."""
+        if self.tls is None:
+            return self._exactly(size)
+        while len(self._opened) < size:
+            self._opened += self.tls.open(self._record())
+        words, self._opened = self._opened[:size], self._opened[size:]
+        return words
+
+    def _record(self) -> bytes:
+        """The next of TLS's records."""
+        head = self._exactly(RECORD_HEAD)
+        if not head.startswith(GREETING[:RECORD_HEAD]):
+            head += self._exactly(int.from_bytes(head[-2:]))
+        return head
+
+    def _exactly(self, size: int) -> bytes:
+        received = b""
+        while len(received) < size:
+            self._sock.settimeout(max(self._deadline - time.monotonic(), 0.001))
+            data = self._sock.recv(size - len(received))
+            if not data:
+                raise ConnectionResetError(errno.ECONNRESET, "it ended the connection")
+            received += data
+        return received

@@ -1,21 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The secret of one run: who has it belongs to the job. It never stands in arguments, logs, events or messages.
+"""The secret of one run: who has it belongs to the job. It never stands in arguments, logs, events or messages. With
+it goes what connections are encrypted with.
 
 Node 0's launcher makes it and leaves it in the run directory, for its owner alone to read. Where nodes share no file
 system, the user gives all of them the same one in the environment. May import: the standard library and
-`control.transport.store`.
+this package's modules.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from megatron_resihp.control.transport.encryption import (
+    CertificateError,
+    Certificates,
+    EncryptionError,
+    certificates_of,
+)
 from megatron_resihp.control.transport.store import StoreError
 
 VARIABLE: Final = "RESIHP_SECRET"
@@ -36,10 +43,12 @@ class Secret:
 
     Attributes:
         source: where it comes from, for people.
+        certificates: of this process, for connections to others that have the secret; None: they are not encrypted.
     """
 
     text: str = field(repr=False)
     source: str = field(default="this process", compare=False)
+    certificates: Certificates | None = field(default=None, repr=False, compare=False)
 
     @property
     def key(self) -> bytes:
@@ -64,9 +73,10 @@ def published_secret(
     Raises:
         OSError: the directory can't be written.
         UnreadableError: the user's is too short.
+        CertificateError: the user's can't be used.
     """
-    path = run_dir / FILE_NAME
-    given = _given(os.environ)
+    path, certificates = run_dir / FILE_NAME, _certificates()
+    given = _given(os.environ, certificates)
     if given is not None:
         # An earlier run's would be taken for this one's.
         path.unlink(missing_ok=True)
@@ -76,7 +86,7 @@ def published_secret(
     if before is None:
         _write(path, made.text)
     try:
-        yield Secret(made.text, str(path))
+        yield Secret(made.text, str(path), certificates)
     finally:
         # A job that believed this one to be dead may have the directory by now.
         with suppress(OSError):
@@ -89,13 +99,15 @@ def find_secret(run_dir: Path) -> Secret:
 
     Raises:
         UnreadableError: there is none, or this process may not read it.
+        CertificateError: the user's can't be used.
     """
-    given = _given(os.environ)
+    certificates = _certificates()
+    given = _given(os.environ, certificates)
     if given is not None:
         return given
     path = run_dir / FILE_NAME
     try:
-        return Secret(path.read_text().strip(), str(path))
+        return Secret(path.read_text().strip(), str(path), certificates)
     except OSError as error:
         problem = f"the job's secret {path} can't be read ({error.strerror})"
         raise UnreadableError(f"{problem}; be the job's user, or give it in {VARIABLE}") from error
@@ -106,13 +118,20 @@ def is_secret_given() -> bool:
     return bool(os.environ.get(VARIABLE, "").strip())
 
 
-def _given(environment: MutableMapping[str, str]) -> Secret | None:
+def _certificates() -> Certificates | None:
+    try:
+        return certificates_of(os.environ)
+    except EncryptionError as error:
+        raise CertificateError(str(error)) from error
+
+
+def _given(environment: Mapping[str, str], certificates: Certificates | None) -> Secret | None:
     text = environment.get(VARIABLE, "").strip()
     if not text:
         return None
     if len(text) < SHORTEST:
         raise UnreadableError(f"{VARIABLE} has {len(text)} characters; give {SHORTEST} or more, or leave it out")
-    return Secret(text, f"the environment ({VARIABLE})")
+    return Secret(text, f"the environment ({VARIABLE})", certificates)
 
 
 def _write(path: Path, text: str) -> None:

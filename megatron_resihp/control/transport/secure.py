@@ -25,6 +25,8 @@ from megatron_resihp.protocol.version import MAJOR
 GREETING: Final = b"resihp/"
 VERSION: Final = GREETING + str(MAJOR).encode()
 """Processes of another major version of the protocol are turned away here, before they say anything."""
+ENCRYPTED: Final = GREETING + b"tls"
+"""Who speaks TLS only says so to clients that don't."""
 NONCE: Final = 32
 PROOF: Final = 32
 WHO: Final = struct.Struct(">I")
@@ -44,6 +46,10 @@ class ForeignError(ValueError):
 
 class OtherVersionError(ForeignError):
     """The other end is of a job, and speaks another major version of the protocol."""
+
+
+class EncryptedError(ForeignError):
+    """The other end speaks TLS only."""
 
 
 class RefusedError(ForeignError):
@@ -194,8 +200,11 @@ class Answer:
 
         Raises:
             OtherVersionError: the server is of a job of another version.
+            EncryptedError: it speaks TLS only.
             ForeignError: it is of none.
         """
+        if hello.startswith(ENCRYPTED):
+            raise EncryptedError("it speaks TLS only")
         if not hello.startswith(VERSION):
             if hello.startswith(GREETING):
                 major = hello[len(GREETING) : len(VERSION)].decode(errors="replace")

@@ -16,6 +16,7 @@ class GoBetween:
 
     Attributes:
         came: how many connections have come.
+        heard: what has passed, in both directions.
         open: unset it, and nothing is passed on until it is set again.
     """
 
@@ -25,6 +26,7 @@ class GoBetween:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = Address("127.0.0.1", self._listener.getsockname()[1])
         self.came = 0
+        self.heard = bytearray()
         self.open = threading.Event()
         self.open.set()
         self._ends: list[socket.socket] = []
@@ -59,6 +61,7 @@ class GoBetween:
         try:
             while data := source.recv(65536):
                 self.open.wait()
+                self.heard += data
                 sink.sendall(data)
             sink.shutdown(socket.SHUT_RDWR)
         except OSError:

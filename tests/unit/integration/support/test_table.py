@@ -205,7 +205,9 @@ def test_what_does_nothing_without_another_flag_still_lacks_it() -> None:
                 other, {"num_experts": 8, other: value}, {other: other}
             ), row.name
         elif other:
-            assert not TABLE[other].supported or TABLE[other].given_up, f"{row.name} is said to do nothing without {other}"
+            assert not TABLE[other].supported or TABLE[other].given_up, (
+                f"{row.name} is said to do nothing without {other}"
+            )
 
 
 def test_what_nothing_reads_is_read_by_nothing() -> None:
