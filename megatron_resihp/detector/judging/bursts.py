@@ -65,6 +65,11 @@ class Bursts:
         the unit usually has as many."""
         return np.where(self._unusual, self._untold, 0.0)
 
+    @property
+    def told(self) -> NDArray[np.float64]:
+        """[units] how much of their newest residuals units have lost in bursts; 0 where residuals leave that out."""
+        return np.where(self._seen, self._lost[:ITERATIONS].mean(axis=0), 0.0)
+
     def forget_untold(self) -> None:
         """Nobody has been judged by the newest residuals, such as those of an epoch's first iterations."""
         self._untold[:] = 0.0

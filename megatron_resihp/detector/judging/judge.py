@@ -112,7 +112,9 @@ class Judge:
         self._units = Units(layout, shared & ~hidden_ops(settling, shared).any(axis=(1, 2)))
         level = own_levels(layout.workers.tolist(), units, self.workers, self._named, self._idle_workers)
         of_links = healthy_link_levels(_pairs(layout), links, self.links, self._idle_links)
-        self.expected.move(layout, settling, self._units.spread(self._units.slowest(level)), shared, of_links)
+        # Costs are those of most ops, and bursts are in few.
+        usual = self._units.spread(self._units.slowest(level)) - self._bursts.told
+        self.expected.move(layout, settling, usual, shared, of_links)
         numbers = np.array([each.iteration for each in settling])
 
         self._share_among((self._bursts, self._link_bursts))

@@ -111,6 +111,35 @@ def test_a_slow_device_stays_slow_while_an_epoch_leaves_it_out_and_when_it_retur
     assert [each.change for each in last] == [Change.RECOVERY] and last[0].since == 200
 
 
+def in_bursts(seen: IterationObservations, row: int, mates: list[int], share: float) -> IterationObservations:
+    """A worker was slow in a part of the iteration, for this share of its work's time; mates wait for it."""
+    stop = np.nansum(seen.compute[row] - np.nan_to_num(seen.waited[row])) / 2 * share / (1 - share)
+    for op in (0, 1):
+        at = (op, 0, (seen.iteration + op) % 4)
+        seen.compute[[row, *mates], *at] += stop
+        seen.waited[mates, *at] += stop
+    return seen
+
+
+def test_who_is_slow_in_bursts_and_has_no_peers_later_is_as_slow_as_before(small_job, watched):
+    """No other worker shows what its ops cost under the later plan."""
+    job = small_job()
+    monitor, _ = watched(job)
+    for number in range(81, 121):
+        monitor.observe(in_bursts(job.iteration(number), 5, [4], 0.4))
+    assert abs(monitor.speed(5) - 0.6) < 0.05
+    alone, zero = np.array([1, 5]), np.zeros(2, np.int64)
+    layout = Layout(1, alone, zero, np.array([0, 1]), zero, np.array([0, 1]), alone[None])
+    monitor.change_layout(layout)
+    later = replace(job, layout=layout, timed=False)
+    verdicts = [
+        v for number in range(121, 181) for v in monitor.observe(in_bursts(later.iteration(number), 1, [], 0.4))
+    ]
+    assert verdicts == [] and abs(monitor.speed(5) - 0.6) < 0.05
+    last = [verdict for each in later.iterations(240, 181) for verdict in monitor.observe(each)]
+    assert [each.change for each in last] == [Change.RECOVERY] and monitor.speed(5) == 1.0
+
+
 def test_a_suspicion_outlives_an_epoch_without_its_group(small_job, slow_from, watched):
     job = small_job({5: slow_from(60, 0.8)}, timed=False)
     monitor, _ = watched(job)
