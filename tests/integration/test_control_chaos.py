@@ -210,7 +210,10 @@ class Stage:
             os.kill(pid, number)
 
     def _see_takeovers(self) -> None:
-        """Another leads: one more is to wait."""
+        """Another leads: one more is to wait. If the job had been decided to end, it has only told so and has ended."""
+        if self.leader in self.lost and self.coordinators[-1].code is not None:
+            self.leader = self.coordinators[-1]
+            return
         if len(self.leader.events("coordinator_replaced")) == self._takeovers:
             return
         self._takeovers += 1
