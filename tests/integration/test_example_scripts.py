@@ -32,6 +32,8 @@ NOT_YET: Final = {"--step-batch-size-schedule"}
 """What is still to be let in."""
 BOTH: Final = "Cannot specify both --step-batch-size-schedule and --global-batch-size"
 """With this, Megatron 0.19 itself ends the example."""
+UNQUOTED: Final = "2.4B:320 4.8B:624 7.2B:928 9.6B:1232 12B:1536: no flag takes these words"
+"""With these, too, once the two are not both given: the script lets the shell divide the schedule into words."""
 
 
 def run_script(
@@ -87,15 +89,21 @@ def test_llama(tmp_path: Path) -> None:
 
 
 def test_mixtral(tmp_path: Path) -> None:
-    found = check(MIXTRAL, tmp_path, ["checkpoints", "tokenizer.model", "data"])
-    assert found["job"].startswith("pretrain_gpt.py, 8 workers")
+    """PP 4 × EP 8, of which the script has a node of eight workers, as Megatron itself finds out."""
+    arguments = ["checkpoints", "tokenizer.model", "data"]
+    assert refused(check(MIXTRAL, tmp_path, arguments)) == {
+        "8 workers are not a multiple of experts' TP x EP x PP = 32, so no plan exists"
+    }
+    found = check(MIXTRAL, tmp_path, arguments, NNODES="4")
+    assert found["job"].startswith("pretrain_gpt.py, 32 workers")
     assert not refused(found)
 
 
 def test_gpt_on_the_nodes_that_its_degrees_need(tmp_path: Path) -> None:
     """TP 8 × PP 16, of which the script has one node; its comment says to change that."""
     found = check(GPT, tmp_path, ["checkpoints", "logs", "vocab", "merges", "data"], NUM_NODES="16")
-    assert {reason for reason in refused(found) if BOTH not in reason} <= NOT_YET
+    own = [reason for reason in refused(found) if BOTH not in reason and UNQUOTED not in reason]
+    assert set(own) <= NOT_YET
 
 
 def test_gpt_as_it_is(tmp_path: Path) -> None:

@@ -114,6 +114,16 @@ def test_positions_that_begin_anew_with_each_document(jobs: Jobs) -> None:
     assert degrees(job) == [(2, 4), (1, 3)]
 
 
+@pytest.mark.since_megatron("0.19")
+def test_packed_documents(jobs: Jobs, documents: Path) -> None:
+    packed: dict[str, Any] = {
+        "mock_data": False, "data_path": documents, "data_cache_path": documents.with_name("cache"), "vocab_size": 257,
+        "dataloader_inter_document_masking": True, "train_iters": 14,
+    }  # fmt: skip
+    job = like_stock_and_back(jobs, layout=SHARED | packed)
+    assert degrees(job) == [(2, 4), (1, 3), (2, 4)]
+
+
 def shared_by(degree: int, replicas: Sequence[Sequence[Sequence[int]]], members: int = 0) -> ParallelPlan:
     """Replicas with these stages, of which so many share experts. They have equally many micro-batches. `members`: of a
     stage that have the same experts."""

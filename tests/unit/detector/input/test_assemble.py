@@ -89,6 +89,17 @@ def test_ops_stand_where_worker_kind_and_micro_batch_say() -> None:
     assert (seen.spans[:, SpanKind.EVALUATION] == 0).all()
 
 
+def test_replicas_that_share_experts_have_the_work_of_the_one_with_most() -> None:
+    """They wait for each other in every layer."""
+    layout = two_pipelines()
+    records = [record(layout, worker, 7) for worker in range(4)]
+    records[1].workload["squares"][1] = 9000
+    shared = replace(layout, replica=np.zeros(4, dtype=np.int64), tp_rank=layout.replica)
+    seen = only(shared, records)
+    assert seen.squares.tolist() == [[1001, 9000, 1005, 1007]] * 4
+    assert only(layout, records).squares[2].tolist() == [1001, 1003, 1005, 1007]
+
+
 def test_waits_in_collectives_are_kept() -> None:
     layout = two_pipelines()
     records = [record(layout, worker, 1) for worker in range(4)]
