@@ -51,6 +51,7 @@ _ALL: Final[tuple[type[Event], ...]] = (
     training.Digest,
     training.Checkpoint,
     training.EmergencyCheckpoint,
+    job.BatchGrown,
     job.CoordinatorReplaced,
     job.Stall,
     detection.Verdict,

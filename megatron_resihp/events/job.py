@@ -54,6 +54,10 @@ class Job(Event):
     micro_batch_size: Annotated[int | None, "samples in a micro-batch"] = None
     global_batch_size: Annotated[int | None, "samples in an iteration"] = None
     micro_batches: Annotated[int | None, "micro-batches in an iteration, over all replicas"] = None
+    batch_steps: Annotated[
+        tuple[tuple[int, int], ...] | None,
+        "`[first sample, samples]`: sizes of batches that grow; null or empty: they don't",
+    ] = None
     micro_batch_group: Annotated[
         int | None, "micro-batches in a group of an interleaved pipeline; null: it is not interleaved"
     ] = None
@@ -81,6 +85,14 @@ class Job(Event):
         str | None, "what carries gradients and results under a plan whose replicas differ: host or device"
     ] = None
     emulated: Annotated[str | None, "device profile of the emulated clock; null: none"] = None
+
+
+@event("batch_grown", written_by="coordinator")
+class BatchGrown(Event):
+    """From the next iteration on, batches are larger: --step-batch-size-schedule."""
+
+    global_batch_size: Annotated[int, "samples in an iteration"]
+    micro_batches: Annotated[int, "micro-batches in an iteration, over all replicas"]
 
 
 @event("coordinator_replaced", written_by="coordinator")

@@ -11,7 +11,9 @@ import torch
 from megatron_resihp.config import ResihpConfig
 from megatron_resihp.cost.training import distributes_optimizer
 from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
+from megatron_resihp.integration.support.batches import batch_steps
 from megatron_resihp.integration.world.own_layers import OwnLayout, own_layout
+from megatron_resihp.plan.batch_steps import Steps
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class Job:
         args: Megatron's arguments. Their sizes are those of the plan in force (`world.heterogeneous_groups.Sizes`).
         derived: what Megatron derives from them for other tensor-parallel degrees.
         own: the layout that they gave the job.
+        batch_steps: sizes of its global batches; empty: they have one size.
         shares_optimizer: whether the job uses a distributed optimizer where it can.
         optimizer_instances: in how many parts its replicas are divided, each of which has all of the optimizer's state.
         run: what tells this run from others in the same run directory.
@@ -33,6 +36,7 @@ class Job:
     args: Any
     derived: DerivedArguments
     own: OwnLayout
+    batch_steps: Steps
     shares_optimizer: bool
     optimizer_instances: int
     run: str
@@ -59,8 +63,9 @@ def job_of(config: ResihpConfig, args: Any, derived: DerivedArguments, run: str)
     minutes = args.exit_duration_in_mins or None
     # Megatron would ask all workers in each iteration; here the step's agreement carries the answer.
     args.exit_duration_in_mins = None
+    steps = batch_steps(vars(args))
     return Job(
-        config, args, derived, own_layout(args), distributes_optimizer(vars(args)),
+        config, args, derived, own_layout(args), steps if len(steps) > 1 else (), distributes_optimizer(vars(args)),
         args.num_distributed_optimizer_instances, run, minutes,
     )  # fmt: skip
 

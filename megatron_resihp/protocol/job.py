@@ -52,7 +52,8 @@ class JobDescription:
         ends_early: --exit-interval may end it before.
         eval_interval, save_interval: iterations; None: it doesn't.
         tied: the head has the word embeddings, too.
-        micro_batch_size, global_batch_size: samples.
+        micro_batch_size, global_batch_size: samples; of the first batch, if they grow.
+        batch_steps: see `plan.batch_steps`.
         emulated: name of the emulated device; None: the clock is real.
         gemm: (m, n, k) of a matrix product of the training.
         false_alarms_per_job: how many false reports of slow workers are accepted.
@@ -111,3 +112,4 @@ class JobDescription:
     experts: Natural = 0
     expert_members: Natural = 0
     expert_copies: bool = False
+    batch_steps: tuple[tuple[Natural, Positive], ...] = ()

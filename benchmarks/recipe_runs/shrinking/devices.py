@@ -67,6 +67,9 @@ def _replace_kernels(draft: Draft) -> None:
             draft.kernels.append(f"{flag} {draft.text(flag)} -> {value}")
             draft.set(flag, *value.split())
 
+    if draft.has("--reset-attention-mask") and draft.text("--transformer-impl", "transformer_engine") != "local":
+        draft.kernels.append("--reset-attention-mask -> none: Transformer Engine's causal attention reads no mask")
+        draft.drop("--reset-attention-mask")
     use("--transformer-impl", "local")
     use("--attention-backend", "unfused")
     use("--cross-entropy-fusion-impl", "native")

@@ -33,6 +33,7 @@ def job_described(worker: int, job: JobDescription) -> Job:
         uneven_sharings=tuple((each.experts, each.uneven) for each in uneven_sharings_of(job)),
         equal_rounds=bool(job.equal_rounds),
         micro_batches=job.micro_batches,
+        batch_steps=job.batch_steps,
         chunks=job.chunks,
         micro_batch_group=job.micro_batch_group,
         seq_length=job.seq_length,

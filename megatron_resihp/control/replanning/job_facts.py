@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron_resihp.config import HOST, MEMORY_RESERVE, UNIFORM
 from megatron_resihp.events.epochs import EpochStarted
 from megatron_resihp.events.event import Event
-from megatron_resihp.events.job import Job, Model
+from megatron_resihp.events.job import BatchGrown, Job, Model
 from megatron_resihp.events.workers import NodeLeft, WorkerDead, WorkersLeft, WorkerWaiting
 from megatron_resihp.plan import Chunk, ParallelPlan
 from megatron_resihp.plan.rules import Sharing
@@ -39,6 +40,9 @@ class JobFacts:
         match event:
             case Job():
                 self.job = event
+            case BatchGrown() if self.job is not None:
+                samples, count = event.global_batch_size, event.micro_batches
+                self.job = replace(self.job, global_batch_size=samples, micro_batches=count)
             case Model():
                 self._arguments = event.arguments
             case EpochStarted():

@@ -24,7 +24,12 @@ from megatron_resihp.integration.loop.recovery import TakenIn, leave_if_agreed
 from megatron_resihp.integration.loop.telemetry import report_iteration
 from megatron_resihp.integration.loop.validation import validate
 from megatron_resihp.integration.patches.checkpoints import leave_other_format_behind
-from megatron_resihp.integration.patches.counting import count_again, count_as_one_replica, snapshot_counters
+from megatron_resihp.integration.patches.counting import (
+    batch_grows,
+    count_again,
+    count_as_one_replica,
+    snapshot_counters,
+)
 from megatron_resihp.integration.patches.startup import describe_job
 from megatron_resihp.integration.probes.patches import begin_iteration
 from megatron_resihp.integration.runtime import Runtime
@@ -161,9 +166,11 @@ def wrap_train_step(runtime: Runtime, original: Callable[..., StepReturn]) -> Ca
         runtime.log.send_page(Place(0, iteration))
         runtime.progress.begin(iteration + 1, snapshot_counters(runtime))
         # Only now: what Megatron does after the step before, such as saving, is over and not to be repeated.
-        if runtime.orders.change:
+        # The plan is for the iteration after one that is applied already.
+        grows = runtime.progress.replay is None and batch_grows(runtime)
+        if runtime.orders.change or grows:
             finish_saves()
-        leave_if_agreed(runtime)
+        leave_if_agreed(runtime, grows)
         runtime.scheduled.slowdowns.begin(iteration + 1)
         runtime.scheduled.ask_for_plans(iteration + 1, runtime.view.reports)
         runtime.progress.fed.clear()

@@ -27,7 +27,12 @@ from megatron_resihp.integration.loop.making_room import make_room
 from megatron_resihp.integration.loop.notes import Phases
 from megatron_resihp.integration.loop.overlap import leave_overlap
 from megatron_resihp.integration.modes.mode import Migrated
-from megatron_resihp.integration.patches.counting import count_again, note_in_progress_log, restore_counters
+from megatron_resihp.integration.patches.counting import (
+    count_again,
+    count_consumed,
+    note_in_progress_log,
+    restore_counters,
+)
 from megatron_resihp.integration.patches.stragglers import forget_ranks
 from megatron_resihp.integration.probes.fault_injection import StagedError
 from megatron_resihp.integration.progress import ContractBroken
@@ -70,13 +75,16 @@ class TakenIn(Exception):
         self.order = order
 
 
-def leave_if_agreed(runtime: Runtime) -> None:
+def leave_if_agreed(runtime: Runtime, grows: bool) -> None:
     """Called between two iterations.
+
+    Args:
+        grows: the next one's batch is larger than those of the plan in force, which all workers know by themselves.
 
     Raises:
         PlanChange: all workers leave now.
     """
-    if runtime.orders.change:
+    if runtime.orders.change or grows:
         runtime.orders.change = False
         raise PlanChange
 
@@ -334,3 +342,4 @@ def _stand_by(runtime: Runtime, commit: Commit) -> None:
     if commit.replay:
         assert commit.outcome is not None
         count_again(runtime, commit.outcome)
+        count_consumed(runtime)

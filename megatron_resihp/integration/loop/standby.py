@@ -7,7 +7,7 @@ May import this package's other modules.
 from megatron_resihp.integration.loop.recovery import leave_if_agreed
 from megatron_resihp.integration.loop.telemetry import report_recovered
 from megatron_resihp.integration.loop.validation import validate
-from megatron_resihp.integration.patches.counting import advance_schedule
+from megatron_resihp.integration.patches.counting import advance_schedule, batch_grows, count_consumed
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.digests import record_digests
 from megatron_resihp.integration.step.extra_states import share_extra_state
@@ -17,7 +17,7 @@ from megatron_resihp.integration.step.step import agree, begin_copys_step, see_r
 def keep_current(runtime: Runtime) -> None:
     """Step with the others until the epoch breaks or the job ends; returns only by an exception."""
     while True:
-        leave_if_agreed(runtime)
+        leave_if_agreed(runtime, batch_grows(runtime))
         runtime.progress.begin(runtime.progress.iteration + 1, None)
         runtime.scheduled.ask_for_plans(runtime.progress.iteration, runtime.view.reports)
         runtime.mode.begin_iteration()
@@ -32,6 +32,7 @@ def keep_current(runtime: Runtime) -> None:
         if runtime.orders.validation is not None:
             validate(runtime)
         advance_schedule(runtime, outcome)
+        count_consumed(runtime)
         # Nobody can tell a standby which step is the last one in time for it to say what it holds then.
         record_digests(runtime)
         report_recovered(runtime)

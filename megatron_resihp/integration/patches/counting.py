@@ -14,7 +14,10 @@ from typing import Any, Final
 
 import torch
 from megatron.core import mpu
-from megatron.core.num_microbatches_calculator import reconfigure_num_microbatches_calculator
+from megatron.core.num_microbatches_calculator import (
+    reconfigure_num_microbatches_calculator,
+    update_num_microbatches,
+)
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.training import get_timers, training
 from megatron.training.utils import append_to_progress_log
@@ -23,6 +26,7 @@ from megatron_resihp.integration.patches import prediction_metrics
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.step.loss_scale import move_scale, restore_scale, scale_of
 from megatron_resihp.integration.trained import Trained, parts_of
+from megatron_resihp.plan.batch_steps import size_at
 from megatron_resihp.protocol.records import Outcome
 
 INTERVAL = "interval-time"
@@ -46,6 +50,7 @@ def count_as_one_replica(runtime: Runtime) -> None:
     args = runtime.job.args
     training.mpu = OneReplica()
     args.data_parallel_size = 1
+    grows = bool(runtime.job.batch_steps)
     reconfigure_num_microbatches_calculator(
         rank=args.rank,
         rampup_batch_size=None,
@@ -53,7 +58,29 @@ def count_as_one_replica(runtime: Runtime) -> None:
         micro_batch_size=args.micro_batch_size,
         data_parallel_size=1,
         decrease_batch_size_if_needed=False,
+        **({"step_batch_size_schedule": args.step_batch_size_schedule, "seq_length": args.seq_length} if grows else {}),
     )
+    update_num_microbatches(args.consumed_train_samples, consistency_check=False)
+
+
+def samples_of(runtime: Runtime) -> int:
+    """Samples of the iteration that the counters stand before. That may be one that is not computed any more, of the
+    batches before those of the plan."""
+    args, steps = runtime.job.args, runtime.job.batch_steps
+    return size_at(steps, args.consumed_train_samples) if steps else args.global_batch_size
+
+
+def count_consumed(runtime: Runtime) -> None:
+    """What Megatron's loop does after an iteration, where it doesn't run."""
+    runtime.job.args.consumed_train_samples += samples_of(runtime)
+
+
+def batch_grows(runtime: Runtime) -> bool:
+    """Whether the iteration that the counters stand before is of larger batches than those of the plan in force."""
+    args = runtime.job.args
+    if not runtime.job.batch_steps:
+        return False
+    return samples_of(runtime) != runtime.view.plan.micro_batch_count * args.micro_batch_size
 
 
 @contextmanager
@@ -167,6 +194,8 @@ def restore_counters(runtime: Runtime, counters: dict[str, Any]) -> None:
     args.consumed_train_samples = counters["consumed_train_samples"]
     args.skipped_train_samples = counters["skipped_train_samples"]
     args.consumed_valid_samples = counters["consumed_valid_samples"]
+    if runtime.job.batch_steps:
+        update_num_microbatches(args.consumed_train_samples, consistency_check=False)
     args.num_floating_point_operations_so_far = runtime.tally.flops = counters["flops"]
     _restore_settings(runtime.held.live, counters["settings"], args.overlap_param_gather_with_optimizer_step)
     runtime.held.live.scheduler.num_steps = counters["scheduler_steps"]
@@ -182,7 +211,7 @@ def restore_counters(runtime: Runtime, counters: dict[str, Any]) -> None:
 def advance_schedule(runtime: Runtime, outcome: Outcome) -> None:
     """What Megatron's train_step does after the optimizer's step."""
     if not outcome.skipped:
-        runtime.held.live.scheduler.step(increment=runtime.job.args.global_batch_size)
+        runtime.held.live.scheduler.step(increment=samples_of(runtime))
 
 
 def count_again(runtime: Runtime, outcome: Outcome) -> None:

@@ -20,6 +20,7 @@ import torch
 from megatron.training.datasets.data_samplers import RandomSeedDataset
 
 from megatron_resihp.integration.failing import fail
+from megatron_resihp.integration.patches.counting import samples_of
 from megatron_resihp.integration.patches.shuffling import ENDLESS, Order, Shuffled
 from megatron_resihp.integration.runtime import Runtime
 
@@ -41,9 +42,14 @@ class PlanSampler:
     def micro_batches(self) -> int:
         return self._global_batch_size // self._micro_batch_size
 
-    def move(self, consumed: int, share: Sequence[int]) -> None:
-        """From the next `iter` on, start after `consumed` samples and yield the micro-batches in `share`."""
+    def move(self, consumed: int, share: Sequence[int], global_batch_size: int | None = None) -> None:
+        """From the next `iter` on, start after `consumed` samples and yield the micro-batches in `share`.
+
+        Args:
+            global_batch_size: samples of each batch from then on; None: as before.
+        """
         self._consumed, self._share = consumed, share
+        self._global_batch_size = global_batch_size or self._global_batch_size
 
     def __len__(self) -> int:
         return self._total
@@ -109,10 +115,10 @@ class Feed:
         args = self._runtime.job.args
         consumed = getattr(args, self._consumed_name) if self._consumed_name else 0
         if self._runtime.progress.replay is not None and not self._is_eval:
-            consumed += args.global_batch_size  # the step to come is applied already and reads nothing
+            consumed += samples_of(self._runtime)  # the step to come is applied already and reads nothing
         view = self._runtime.view
         share = view.evaluation_order(self.sampler.micro_batches) if self._is_eval else view.read_order
-        self.sampler.move(consumed, share)
+        self.sampler.move(consumed, share, None if self._is_eval else args.global_batch_size)
         self._iterator = None
 
     def __iter__(self) -> Iterator[Any]:

@@ -39,7 +39,7 @@ from megatron_resihp.integration.patches.sizes import (
 )
 from megatron_resihp.integration.streams.seeds import draws
 from megatron_resihp.integration.support import GIVEN_UP, TABLE, refusals
-from megatron_resihp.integration.support.batches import batch_of
+from megatron_resihp.integration.support.batches import batch_steps
 from megatron_resihp.plan import PlanError
 from megatron_resihp.plan.files import read_plan
 
@@ -217,8 +217,10 @@ def _megatron_validates(original: Callable[..., Any], args: argparse.Namespace, 
 
 def _take_batch_of_schedule(args: argparse.Namespace) -> None:
     """Beside a schedule of batches Megatron sets the global batch to a micro-batch of each replica, and takes no notice
-    of it where a job has so many samples. The plugin reads samples and moves the scheduler by it."""
-    args.global_batch_size = batch_of(vars(args)) or args.global_batch_size
+    of it where a job has so many samples. The plugin reads samples and moves the scheduler by it. The first one is that
+    of the first plan."""
+    if steps := batch_steps(vars(args)):
+        args.global_batch_size = steps[0][1]
 
 
 def _check_own_flags(config: ResihpConfig, world_size: int | None) -> None:

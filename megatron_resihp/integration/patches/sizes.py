@@ -10,7 +10,7 @@ import math
 
 from megatron_resihp.config import ConfigError
 from megatron_resihp.integration.patches.context import size_of_replica
-from megatron_resihp.integration.support.batches import batch_of
+from megatron_resihp.integration.support.batches import batch_steps
 from megatron_resihp.integration.world.own_layers import own_chunks
 from megatron_resihp.plan import PlanError
 from megatron_resihp.plan.microbatches import can_be_grouped
@@ -29,17 +29,18 @@ def check_sizes(args: argparse.Namespace) -> None:
                 f"start {max(args.world_size // together, 1) * together} or change the parallel sizes"
             )
     replicas = args.world_size // replica
-    per_step = args.micro_batch_size * replicas if args.micro_batch_size else None
-    flag, batch = _batch(args)
-    if per_step and batch and batch < per_step:
-        raise ConfigError(
-            f"{flag} {batch} gives {replicas} replicas less than one micro-batch each; give {per_step} or a multiple"
-        )
-    if per_step and batch and batch % per_step:
-        raise ConfigError(
-            f"{flag} {batch} is not a multiple of micro-batch size x replicas = "
-            f"{per_step}, so no plan exists at the start; change one of them"
-        )
+    per_step = (args.micro_batch_size or 0) * replicas
+    for flag, batch in _batches(args) if per_step else ():
+        if batch < per_step:
+            raise ConfigError(
+                f"{flag} {batch} gives {replicas} replicas less than one micro-batch each; give {per_step} or a "
+                "multiple"
+            )
+        if batch % per_step:
+            raise ConfigError(
+                f"{flag} {batch} is not a multiple of micro-batch size x replicas = "
+                f"{per_step}, so no plan exists at the start; change one of them"
+            )
 
 
 def with_fitting_sizes(args: argparse.Namespace) -> argparse.Namespace:
@@ -60,11 +61,11 @@ def _size_of_sharers(args: argparse.Namespace) -> int:
     return size
 
 
-def _batch(args: argparse.Namespace) -> tuple[str, int | None]:
-    """The global batch before Megatron's validation, and what gives it."""
+def _batches(args: argparse.Namespace) -> list[tuple[str, int]]:
+    """The global batches before Megatron's validation, and what gives them."""
     if args.step_batch_size_schedule is None:
-        return "--global-batch-size", args.global_batch_size
-    return "the batch of --step-batch-size-schedule,", batch_of(vars(args))
+        return [("--global-batch-size", args.global_batch_size)] if args.global_batch_size else []
+    return [("a batch of --step-batch-size-schedule,", size) for _, size in batch_steps(vars(args))]
 
 
 def check_pipeline(args: argparse.Namespace) -> None:
@@ -122,7 +123,8 @@ def check_batches(args: argparse.Namespace) -> None:
 
 def _check_interleaving(args: argparse.Namespace, replicas: int) -> None:
     """What Megatron's schedule would raise on every worker in the first iteration."""
-    shares = {f"--global-batch-size {args.global_batch_size}": args.global_batch_size // args.micro_batch_size}
+    sizes = [size for _, size in batch_steps(vars(args))] or [args.global_batch_size]
+    shares = {f"--global-batch-size {size}": size // args.micro_batch_size for size in sizes}
     if args.eval_iters:
         evaluated, size = args.eval_global_batch_size, args.eval_micro_batch_size or args.micro_batch_size
         shares[f"--eval-global-batch-size {evaluated}"] = evaluated // size

@@ -191,6 +191,7 @@ def describe_job(job: Job, stand_in: bool | None = None) -> JobDescription:
         micro_batch_size=args.micro_batch_size,
         global_batch_size=args.global_batch_size,
         micro_batches=args.global_batch_size // args.micro_batch_size,
+        batch_steps=job.batch_steps,
         seq_length=args.seq_length,
         sequence_parallel=own.sequence_parallel,
         keeps_degree=why_own_degree(arguments),

@@ -19,7 +19,7 @@ from megatron.training import training
 from megatron_resihp.detector.input.records import SpanKind
 from megatron_resihp.events.training import Samples
 from megatron_resihp.integration.patches import prediction_metrics
-from megatron_resihp.integration.patches.counting import settings_of
+from megatron_resihp.integration.patches.counting import samples_of, settings_of
 from megatron_resihp.integration.patches.experts import expert_metrics
 from megatron_resihp.integration.progress import LOSS_SLOTS
 from megatron_resihp.integration.runtime import Runtime
@@ -178,7 +178,7 @@ def agree(runtime: Runtime, norm_squared: float, zeros: int = 0) -> Outcome:
 def tell_metrics(runtime: Runtime, outcome: Outcome) -> None:
     """Let Megatron log what was agreed on of experts' balance and of predictions of further tokens."""
     args = runtime.job.args
-    micro_batches = args.global_batch_size // args.micro_batch_size
+    micro_batches = samples_of(runtime) // args.micro_batch_size
     if runtime.view.works and outcome.experts:
         expert_metrics.tell_sums(outcome.experts, micro_batches, _layers(args))
     if runtime.view.works and runtime.view.is_last_stage and outcome.predictions:

@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes that a --step-batch-size-schedule gives the global batches of a job. Imports the standard library only."""
+"""The sizes that a --step-batch-size-schedule gives the global batches of a job. Imports `plan.batch_steps` only."""
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any, Final
+
+from megatron_resihp.plan.batch_steps import Steps
 
 MULTIPLES: Final = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
-def has_one_batch(values: Mapping[str, Any]) -> bool:
-    """Whether all iterations of a job with a schedule have as many samples, as far as its arguments tell."""
-    return batch_of(values) is not None
+def is_followed(values: Mapping[str, Any]) -> bool:
+    """Whether the sizes of a job with a schedule are known, as far as its arguments tell."""
+    return bool(batch_steps(values))
 
 
-def batch_of(values: Mapping[str, Any]) -> int | None:
-    """The global batch that a schedule gives every iteration; None: there is no schedule, or no such batch.
+def batch_steps(values: Mapping[str, Any]) -> Steps:
+    """The sizes that a schedule gives a job's batches, without steps that change nothing; empty: there is no schedule,
+    or none that can be followed.
 
     Only for jobs of so many samples: of others Megatron reckons data sets and rates with a batch that is not the
     schedule's.
@@ -23,14 +27,19 @@ def batch_of(values: Mapping[str, Any]) -> int | None:
     """
     schedule, samples = values["step_batch_size_schedule"], values["train_samples"]
     if schedule is None or not samples or values["train_iters"] or not values["seq_length"]:
-        return None
+        return ()
     try:
         steps = steps_of(schedule, values["seq_length"])
     except ValueError:
-        return None
-    # An iteration has the size of the last step that begins at or before it, and the last one begins before the end.
-    sizes = {size for start, size in steps if start < samples}
-    return sizes.pop() if len(sizes) == 1 and steps[0][0] == 0 else None
+        return ()
+    # The last iteration begins before the end.
+    reached = tuple(step for step in steps if step[0] < samples)
+    if not reached or reached[0][0] != 0 or reached[0][1] < 1:
+        return ()
+    # Megatron asserts that sizes grow.
+    if any(later[1] < earlier[1] for earlier, later in pairwise(reached)):
+        return ()
+    return (reached[0], *(later for earlier, later in pairwise(reached) if later[1] != earlier[1]))
 
 
 def steps_of(schedule: str, seq_length: int) -> list[tuple[int, int]]:

@@ -29,6 +29,8 @@ def build_world(runtime: Runtime, plan: ParallelPlan, ahead: GroupsAhead | None 
     """
     args = runtime.job.args
     runtime.communicators.begin(runtime.epoch, plan.digest, ahead)
+    if runtime.job.batch_steps:
+        args.global_batch_size = plan.micro_batch_count * args.micro_batch_size
     runtime.mode = mode_of(runtime, plan, runtime.communicators.side_group)
     if runtime.view.works:
         order = runtime.view.rank_order

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from megatron_resihp.events.nonfinite import jsonable
+from megatron_resihp.plan.batch_steps import Steps, consumed_before
 from megatron_resihp.report.run.epochs import PlanInForce
 from megatron_resihp.report.run.recoveries import Death, Recovery
 
@@ -34,6 +35,13 @@ class Job:
     micro_batch_size: int | None = None
     micro_batches: int | None = None
     seq_length: int | None = None
+    batch_steps: Steps = ()
+
+    def samples_before(self, iteration: int) -> int:
+        """How many samples all earlier iterations have."""
+        if self.batch_steps:
+            return consumed_before(self.batch_steps, iteration)
+        return (iteration - 1) * self.global_batch_size
 
 
 @dataclass(frozen=True)
@@ -215,7 +223,7 @@ def _emergency_checkpoint(value: Mapping[str, Any]) -> EmergencyCheckpoint:
 
 
 _DECODERS: Mapping[str, Callable[[Any], Any]] = {
-    "job": lambda value: Job(**value),
+    "job": lambda value: Job(**value | {"batch_steps": tuple(map(tuple, value.get("batch_steps", ())))}),
     "workers_at_start": lambda value: Workers(**value),
     "places": lambda value: {int(worker): place for worker, place in value.items()},
     "workers_at_end": lambda value: Workers(**value),

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Was every sample applied exactly once, and in the iteration that it belongs to?
 
-Iteration i must consume samples [(i - 1) * B, i * B) of the data stream, B being the global batch size.
-May import: the standard library.
+Iteration i must consume the samples of the data stream that follow those of iteration i - 1, as many as its global
+batch has. May import: the standard library.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 
@@ -30,19 +30,20 @@ class SampleCount(NamedTuple):
     """Applications in an iteration other than the sample's own."""
 
 
-def count_samples(feeds: Iterable[Feed], first: int, last: int, batch: int) -> SampleCount:
-    """Check the feeds of iterations first + 1 .. last against the samples due in them."""
+def count_samples(feeds: Iterable[Feed], first: int, last: int, before: Callable[[int], int]) -> SampleCount:
+    """Check the feeds of iterations first + 1 .. last against the samples due in them. `before`: iteration → how many
+    samples all earlier ones have."""
     intervals: list[tuple[int, int]] = []
     consumed = in_place = 0
     for feed in feeds:
-        due = ((feed.iteration - 1) * batch, feed.iteration * batch)
+        due = (before(feed.iteration), before(feed.iteration + 1))
         for begin, final in feed.ranges:
             interval = (begin, final + 1)
             intervals.append(interval)
             consumed += _length(interval)
             in_place += _overlap(interval, due)
     distinct = _union(intervals)
-    all_due = (first * batch, max(first, last) * batch)
+    all_due = (before(first + 1), before(max(first, last) + 1))
     found = sum(_overlap(interval, all_due) for interval in distinct)
     return SampleCount(
         consumed=consumed,

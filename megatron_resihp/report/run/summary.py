@@ -169,6 +169,7 @@ def _job(events: Sequence[Event]) -> Job | None:
     return Job(
         told.global_batch_size, told.train_iters, 0, told.tensor_parallel,
         told.pipeline_parallel, told.micro_batch_size, told.micro_batches, told.seq_length,
+        told.batch_steps or (),
     )  # fmt: skip
 
 
@@ -187,7 +188,7 @@ def _count_samples(events: Sequence[Event], job: Job | None, steps: Sequence[Ste
         return None
     applied = applied_attempts(events)
     feeds = [Feed(each.iteration, each.samples) for each in fed if (each.iteration, each.epoch) in applied]
-    return count_samples(feeds, job.first_iteration, _last_iteration(job, steps), job.global_batch_size)
+    return count_samples(feeds, job.first_iteration, _last_iteration(job, steps), job.samples_before)
 
 
 def _lacking(events: Sequence[Event], job: Job | None, steps: Sequence[Step]) -> tuple[int, ...]:

@@ -15,14 +15,14 @@ from megatron_resihp.control.coordination.actions import Action, End, Log, Notif
 from megatron_resihp.control.coordination.decisions.entries import PUBLISHED, Published, Snapshot, Step
 from megatron_resihp.events.epochs import EpochStarted
 from megatron_resihp.events.event import Event, stamped
-from megatron_resihp.events.job import Job, Model
+from megatron_resihp.events.job import BatchGrown, Job, Model
 from megatron_resihp.events.workers import NodeLeft, WorkerDead, WorkersLeft, WorkerWaiting
 from megatron_resihp.protocol.logs import LogsWanted
 from megatron_resihp.protocol.messages import NodeReport, WordOfAgent
 from megatron_resihp.protocol.notices import ABOUT_AN_EPOCH, LAST_HOLDS
 from megatron_resihp.protocol.published import EpochPlan, Go
 
-_FACTS: Final = (Job, Model, WorkerWaiting, WorkerDead, WorkersLeft, NodeLeft)
+_FACTS: Final = (Job, BatchGrown, Model, WorkerWaiting, WorkerDead, WorkersLeft, NodeLeft)
 """Events that planner and detector need; of the starts of epochs, the last one."""
 LETTERS_KEPT: Final = 10_000
 """Of workers the ids of so many letters are known at least, and of all since the epoch before the last began."""

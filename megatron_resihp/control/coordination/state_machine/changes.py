@@ -101,6 +101,13 @@ class ChangesByChoice:
             *reply(answer, Accepted(f"change {change.number} begins after an iteration", lines)),
         ]  # fmt: skip
 
+    def begin_larger_batches(self, samples: int) -> None:
+        """Members leave the epoch together by themselves: the next batch is larger than those of its plan."""
+        plan, _ = self._state.plan_and_shape
+        change = self._next_change(plan, f"global batches of {samples} samples")
+        known = self._state.changes
+        known.under_way, known.last, known.prepared = change, change.number, set()
+
     def _check_that_changes_can_be(self) -> None:
         """Raises ChangeRefused."""
         state = self._state

@@ -20,9 +20,10 @@ from megatron_resihp.control.replanning.change import Change
 from megatron_resihp.control.replanning.inventory import lacking
 from megatron_resihp.events.epochs import EpochBroken
 from megatron_resihp.events.event import Event
+from megatron_resihp.events.job import BatchGrown
 from megatron_resihp.events.workers import LinkFailed, WorkerDead
 from megatron_resihp.plan import ParallelPlan
-from megatron_resihp.planner import NoPlanError
+from megatron_resihp.planner import NoPlanError, initial_plan
 from megatron_resihp.protocol.notices import EpochIsBroken, WorkersGivenUp, WorkersTakenIn
 from megatron_resihp.protocol.published import EpochPlan, Go
 from megatron_resihp.protocol.records import Commit
@@ -162,10 +163,24 @@ class Epochs:
             commit = resolve(reports.records.values(), state.commit, state.job.pages.reached, times)
         except NoCommitError as error:
             return self._ends.end(exit_codes.RETRY, str(error))
-        step = _note_commit(state, commit)
+        step = _note_commit(state, commit) + self._resize(commit)
         if reason := _why_not_go_on(state, separated):
             return step + self._ends.save(reason)
         return self._publish_next(step, now)
+
+    def _resize(self, commit: Commit) -> list[Action]:
+        """What follows is planned for the size of the batch after the committed iteration."""
+        job, consumed = self._state.job, commit.counters.get("consumed_train_samples")
+        if not job.described.batch_steps or not isinstance(consumed, int):
+            return []
+        if commit.replay:
+            consumed += job.samples_after(consumed)
+        samples = job.samples_after(consumed)
+        if not job.resize(samples):
+            return []
+        _, shape = self._state.plan_and_shape
+        self._state.first = initial_plan(shape, job.size.workers, job.described.pipeline_last)
+        return [Log(BatchGrown(global_batch_size=samples, micro_batches=shape.micro_batches))]
 
     def _leave_out(self, separated: Separated, now: float) -> list[Action]:
         """Go on without one side of a link that fails again and again while both ends live."""
@@ -209,7 +224,9 @@ class Epochs:
             if shape.shares_experts and not survivors.in_parts:  # other holders of the same coordinate may live
                 missing = lacking(held, own[-1].end, copied=survivors.copied)
             return step + self._ends.save(str(error), missing)
-        on_trial = state.first_steps.published(plan, before, state.changes.under_way, told)
+        same_batches = plan.micro_batch_count == before.micro_batch_count
+        chosen = state.changes.under_way if same_batches else None  # there is no way back to smaller ones
+        on_trial = state.first_steps.published(plan, before, chosen, told)
         state.epoch += 1
         state.adopt(plan)
         state.phase, state.ready = Phase.BUILDING, {}
@@ -252,7 +269,9 @@ class Epochs:
             NoPlanError.
         """
         state = self._state
-        before, _ = state.plan_and_shape
+        before, shape = state.plan_and_shape
+        if change is not None and change.plan.micro_batch_count != shape.micro_batches:
+            return self._for_larger_batches(change, held, now)
         if change is not None and set(change.plan.members) == held.keys():
             state.changes.under_way = change
             return change.plan, []
@@ -262,6 +281,16 @@ class Epochs:
                 # A worker that was to be taken in has died: all others go on as before.
                 return before, []
         return self._plans.plan_for(held)
+
+    def _for_larger_batches(self, change: Change, held: HeldShards, now: float) -> tuple[ParallelPlan, list[Event]]:
+        """The same where the next batch is larger than those of the change's plan. Raises NoPlanError."""
+        state = self._state
+        plan, told = self._plans.plan_for(held)
+        if held.keys() >= set(state.plan_and_shape[0].members):
+            state.changes.under_way = replace(change, plan=plan)
+        else:
+            state.broken_at = change.first_reported_at or now
+        return plan, told
 
     def _groups_made_for(self, plan: ParallelPlan) -> int | None:
         """The change for which every member of this plan has made its groups already."""

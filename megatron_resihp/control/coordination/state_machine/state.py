@@ -6,7 +6,7 @@ Data with simple questions about it; the other modules of this package decide. M
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_resihp.config import UNIFORM
@@ -21,6 +21,7 @@ from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.replanning.change import Change
 from megatron_resihp.control.slowness import SlownessDesk
 from megatron_resihp.plan import Chunk, ParallelPlan, Shard
+from megatron_resihp.plan.batch_steps import size_at
 from megatron_resihp.planner import JobShape
 from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.messages import PlanRequest, Ready
@@ -54,6 +55,28 @@ class Job:
     trained: bool = False
     reached: int = 0
     pages: LogPages = field(default_factory=LogPages)
+
+    def samples_after(self, consumed: int) -> int:
+        """Samples of the global batch that follows so many."""
+        steps = self.described.batch_steps
+        return size_at(steps, consumed) if steps else self.samples_of_plan
+
+    @property
+    def samples_of_plan(self) -> int:
+        """Samples of the global batches that plans are for."""
+        told = self.described
+        return told.micro_batches * (told.micro_batch_size or 1)
+
+    def resize(self, samples: int) -> bool:
+        """From now on global batches have so many samples; returns whether they had another number."""
+        told = self.described
+        count = samples // (told.micro_batch_size or 1)
+        if count == told.micro_batches:
+            return False
+        assert self.shape is not None
+        self.shape = replace(self.shape, micro_batches=count)
+        self.description = replace(told, micro_batches=count, global_batch_size=samples)
+        return True
 
     def progressed(self, iteration: int) -> None:
         """A worker has told that this iteration is done."""

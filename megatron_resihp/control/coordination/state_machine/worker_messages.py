@@ -15,7 +15,7 @@ from megatron_resihp.control.coordination.exposure import exposure, in_words
 from megatron_resihp.control.coordination.state_machine.changes import ChangesByChoice
 from megatron_resihp.control.coordination.state_machine.ends import Ends
 from megatron_resihp.control.coordination.state_machine.epochs import Epochs
-from megatron_resihp.control.coordination.state_machine.state import State
+from megatron_resihp.control.coordination.state_machine.state import Job, State
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.replanning.inventory import shape_of
 from megatron_resihp.events.job import Exposed, Model
@@ -43,6 +43,7 @@ from megatron_resihp.protocol.messages import (
 )
 from megatron_resihp.protocol.notices import OthersFinish, WorkerDismissed
 from megatron_resihp.protocol.published import EpochPlan
+from megatron_resihp.protocol.records import IterationPhase, Record
 
 
 class WorkerMessages:
@@ -117,7 +118,10 @@ class WorkerMessages:
         state, worker = self._state, message.worker
         if worker in state.dead or worker in state.living or worker in state.joining.waiting:
             return []
-        if _sizes_in(message.job, state.job.size) != (state.job.shape, state.job.own):
+        known, told = state.job.description, message.job
+        if known is not None and known.batch_steps:  # they may have grown since
+            told = replace(told, micro_batches=known.micro_batches)
+        if _sizes_in(told, state.job.size) != (state.job.shape, state.job.own):
             reason = "was started with other sizes than the job"
             dismissed = Notify(WorkerDismissed(worker, f"worker {worker} {reason}"))
             return [*self._epochs.die({worker: reason}, now, now), dismissed]
@@ -196,8 +200,12 @@ class WorkerMessages:
         state, worker = self._state, report.worker
         if worker not in state.living or report.epoch != state.epoch or state.phase is Phase.SAVING:
             return False
-        if state.changes.under_way is not None and state.phase is Phase.RUNNING:
-            self._epochs.leave_by_choice(now)
+        if state.phase is Phase.RUNNING:
+            samples = _larger_batch(state.job, report.record)
+            if samples is not None and state.changes.under_way is None:
+                self._changes.begin_larger_batches(samples)
+            if state.changes.under_way is not None:
+                self._epochs.leave_by_choice(now)
         if state.phase is not Phase.REPORTING:
             left += self._epochs.break_epoch(f"worker {worker} left the epoch", now)
         state.reports.unreachable[worker] = report.unreachable
@@ -268,6 +276,20 @@ class WorkerMessages:
         refused = state.phase is Phase.STARTING and code == exit_codes.REFUSED
         ended = self._ends.end(exit_codes.REFUSED if refused else exit_codes.FAILED, f"worker {worker} failed: {error}")
         return [Log(WorkerFailed(failed=worker, error=error)), *ended]
+
+
+def _larger_batch(job: Job, record: Record) -> int | None:
+    """Samples of the next batch, if a worker that wasn't told to leave the epoch has left it since that is larger than
+    those of the plan in force; None: that is not why."""
+    counters = record.counters.get(record.iteration, {})
+    consumed = counters.get("consumed_train_samples")
+    expected = IterationPhase.COMPUTE if record.works else IterationPhase.STEPPED
+    if job.description is None or not isinstance(consumed, int) or record.stage is not expected:
+        return None
+    if not record.works:  # it is between two iterations
+        consumed += job.samples_after(consumed)
+    samples = job.samples_after(consumed)
+    return samples if samples > job.samples_of_plan else None
 
 
 def _sizes_in(told: JobDescription, size: JobSize) -> tuple[JobShape, tuple[Chunk, ...]]:

@@ -42,10 +42,12 @@ _SETS: Rows = joined(
                 not values["reset_attention_mask"]
                 or not values["create_attention_mask_in_dataloader"]
                 or bool(values.get("dataloader_inter_document_masking"))  # no mask is made then; 0.18 has none
+                # Transformer Engine's causal attention reads no mask.
+                or values["transformer_impl"] == "transformer_engine"
             ),
-            "Megatron gives the mask to the first and the last stage only, so other stages would change what layers "
-            "see; use --dataloader-inter-document-masking, or --no-create-attention-mask-in-dataloader, with which it "
-            "does nothing",
+            "Megatron gives the mask to the first and the last stage only, so other stages would change what its own "
+            "layers see; use --dataloader-inter-document-masking, or --no-create-attention-mask-in-dataloader, with "
+            "which it does nothing",
         ),
     ),
     kernel("training.arguments:validate_args", "create_attention_mask_in_dataloader"),

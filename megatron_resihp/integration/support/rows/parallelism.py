@@ -143,11 +143,8 @@ _REPLICAS: Rows = joined(
         "ddp_reduce_scatter_with_fp32_accumulation ddp_param_name_patterns_for_fp32_local_accumulation",
         "it sums gradients by another collective, in buffers that a broken epoch may leave half filled",
     ),
-    refused(
-        "decrease_batch_size_if_needed",
-        "the batch of an iteration must not depend on how many workers live",
-        "leave it out: any number of replicas shares the batch",
-    ),
+    # A batch that the job's own replicas don't divide is refused, and others share it out unevenly.
+    inert("core.num_microbatches_calculator:ConstantNumMicroBatchesCalculator", "decrease_batch_size_if_needed"),
     refused(
         "nccl_ub", "buffers are registered with communicators, and no recovery registers them anew", "leave it out"
     ),

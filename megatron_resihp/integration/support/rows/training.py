@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_resihp.integration.support.batches import has_one_batch
+from megatron_resihp.integration.support.batches import is_followed
 from megatron_resihp.integration.support.notation import (
     Rows,
     at_start,
@@ -31,12 +31,12 @@ _BATCHES: Rows = joined(
     tested("integration/test_batches.py::test_a_schedule_of_one_size_trains_as_that_size_does", "train_samples"),
     unread("training.config.training_config:TrainingConfig", "rampup_batch_size"),
     tested(
-        "integration/test_batches.py::test_a_schedule_of_one_size_trains_as_that_size_does",
+        "integration/test_batches.py::test_batches_that_grow",
         "step_batch_size_schedule",
         condition=Together(
-            has_one_batch,
-            "plans share out the same number of micro-batches in every iteration; use one that stays at its first "
-            "size until --train-samples, which it needs, or a job for each size, with --exit-interval",
+            is_followed,
+            "it needs --train-samples, and sizes that begin at 0 and grow: with --train-iters Megatron reckons data "
+            "sets and rates with a batch that is not the schedule's",
         ),
     ),
     refused("batch_size", _GONE, "use --micro-batch-size"),

@@ -91,7 +91,8 @@ def runtime(max_lr: float, decay_steps: int, *parts: list[dict[str, Any]]) -> An
     trained = Trained([], optimizer, Scheduler(max_lr=max_lr, lr_decay_steps=decay_steps))
     view = SimpleNamespace(is_last_stage=True)
     return SimpleNamespace(
-        job=SimpleNamespace(args=args), held=SimpleNamespace(live=trained), tally=Tally(flops=1.0), progress=Progress(),
+        job=SimpleNamespace(args=args, batch_steps=()), held=SimpleNamespace(live=trained),
+        tally=Tally(flops=1.0), progress=Progress(),
         view=view, parts=given,
     )  # fmt: skip
 

@@ -106,7 +106,7 @@ class TestFeed:
             num_workers=0, micro_batch_size=2, global_batch_size=8, eval_micro_batch_size=1,
             eval_global_batch_size=3, consumed_train_samples=8, consumed_valid_samples=3, dataloader_type="single",
         )  # fmt: skip
-        job = SimpleNamespace(args=args, own=SimpleNamespace(data_parallel=2))
+        job = SimpleNamespace(args=args, own=SimpleNamespace(data_parallel=2), batch_steps=())
         return SimpleNamespace(
             job=job, view=UniformView(plan, 1, True), progress=Progress(),
             probes=Probes(1, HostClock, lambda sheet: None), feeds=[],

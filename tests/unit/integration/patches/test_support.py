@@ -97,14 +97,14 @@ def test_a_common_command_line_is_taken(check: Check) -> None:
         "--use-megatron-fsdp", "--use-torch-fsdp2", "--fp8-format hybrid", "--enable-cuda-graph",
         "--mtp-use-repeated-layer", pytest.param("--mtp-detach-heads", marks=SINCE_019),
         "--cuda-graph-impl local", "--cuda-graph-modules full_iteration",
-        "--step-batch-size-schedule 0:8",
+        "--step-batch-size-schedule 8:8",
         "--defer-embedding-wgrad-compute",
         "--dataloader-type external", "--dataloader-type cyclic --no-data-sharding", "--inprocess-restart",
         "--qk-clip --use-distributed-optimizer", "--qk-clip --attention-output-gate",
         "--optimizer lion", "--rerun-mode report_stats", "--ckpt-format fsdp_dtensor",
         "--mla-down-proj-fusion", "--fp8-param-gather", "--fp8-recipe custom", "--fp4-format e2m1", "--fp8-output-proj",
         "--moe-router-load-balancing-type global_aux_loss", "--moe-token-dispatcher-type flex --num-experts 4",
-        "--reset-attention-mask", "--cuda-graph-scope full_iteration", "--exp-avg-dtype bf16",
+        "--reset-attention-mask --transformer-impl local", "--cuda-graph-scope full_iteration", "--exp-avg-dtype bf16",
         "--exp-avg-sq-dtype fp16", "--main-params-dtype fp16", "--main-grads-dtype bf16",
         "--hybrid-context-parallel", "--experimental-attention-variant dsa",
     ],
@@ -125,6 +125,7 @@ def test_what_is_not_known_to_work_is_refused_by_name(
     "command",
     [
         "--moe-token-dispatcher-type flex", "--cuda-graph-scope full", "--exp-avg-dtype fp32",
+        "--reset-attention-mask --transformer-impl transformer_engine", "--decrease-batch-size-if-needed",
         "--reset-attention-mask --no-create-attention-mask-in-dataloader",
         pytest.param("--reset-attention-mask --dataloader-inter-document-masking", marks=SINCE_019),
     ],
@@ -198,8 +199,9 @@ def test_a_schedule_that_stays_at_its_first_size_gives_the_batch(check: Check) -
 
 def test_a_schedule_that_does_not_fit_is_refused(check: Check, capsys: pytest.CaptureFixture[str]) -> None:
     for schedule, text in {
-        "0:16,1K:32": "--step-batch-size-schedule 0:16,1K:32 is",
+        "0:32,1K:16": "--step-batch-size-schedule 0:32,1K:16 is",
         "0:6": "schedule, 6 is not",
+        "0:16,1K:38": "schedule, 38 is not",
     }.items():
         with pytest.raises(SystemExit):
             check(*by_schedule(schedule))

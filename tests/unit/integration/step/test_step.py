@@ -38,7 +38,7 @@ def worker(checks: bool, others: float, *scalers: Any, counts_zeros: bool = Fals
                 check_for_nan_in_loss_and_grad=checks, num_experts=None, log_num_zeros_in_grad=counts_zeros,
                 mtp_num_layers=None, qk_clip=False, log_max_attention_logit=False,
             ),
-            minutes=None,
+            minutes=None, batch_steps=(),
         ),
         saves=SimpleNamespace(is_wanted=False),
         control=SimpleNamespace(heard=Heard(3, lambda: None, 1), epoch=1), progress=Progress(iteration=5),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -10,38 +11,43 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 
-from megatron_resihp.integration.support.batches import batch_of, steps_of
+from megatron_resihp.integration.support.batches import batch_steps, steps_of
+from megatron_resihp.plan.batch_steps import Steps, consumed_before, size_at
 
 SEQUENCE = 8
 
 
-def batch(schedule: str | None, **others: Any) -> int | None:
+def steps(schedule: str | None, **others: Any) -> Steps:
     values = {"train_samples": 100, "train_iters": None, "seq_length": SEQUENCE}
-    return batch_of({**values, "step_batch_size_schedule": schedule, **others})
+    return batch_steps({**values, "step_batch_size_schedule": schedule, **others})
 
 
-def sizes_in(schedule: str, samples: int) -> set[int]:
+def sizes_in(schedule: str, samples: int) -> list[int]:
     """Of all iterations of a job, by Megatron's calculator."""
     calculator = StepBatchsizeNumMicroBatchesCalculator(1, 1, False, 1, schedule, SEQUENCE)
-    sizes, consumed = set(), 0
+    sizes, consumed = [], 0
     while consumed < samples:
         calculator.update(consumed, consistency_check=False)
-        sizes.add(calculator.get_current_global_batch_size())
-        consumed += calculator.get_current_global_batch_size()
+        sizes.append(calculator.get_current_global_batch_size())
+        consumed += sizes[-1]
     return sizes
 
 
 @given(
-    steps=st.dictionaries(st.integers(1, 120), st.integers(1, 9), max_size=4), first=st.integers(1, 9),
+    more=st.lists(st.tuples(st.integers(1, 60), st.integers(0, 9)), max_size=4), first=st.integers(1, 9),
     samples=st.integers(1, 100),
 )  # fmt: skip
-def test_a_batch_is_that_of_all_iterations(steps: dict[int, int], first: int, samples: int) -> None:
-    schedule = " ".join(f"{start * SEQUENCE}:{size}" for start, size in ({0: first} | steps).items())
-    found, sizes = batch(schedule, train_samples=samples), sizes_in(schedule, samples)
-    assert found is None or sizes == {found}
-    # A step that begins in the last iteration is not reached, and not accepted either.
-    reached = {size for start, size in ({0: first} | steps).items() if start < samples}
-    assert (found is None) == (len(reached) > 1)
+def test_batches_have_the_sizes_that_megatron_gives_them(more: list[tuple[int, int]], first: int, samples: int) -> None:
+    """`more`: how much later each further step begins, and how much larger its batches are."""
+    pairs = [(0, first)]
+    for later, larger in more:
+        pairs.append((pairs[-1][0] + later, pairs[-1][1] + larger))
+    schedule = " ".join(f"{start * SEQUENCE}:{size}" for start, size in pairs)
+    found, sizes = steps(schedule, train_samples=samples), sizes_in(schedule, samples)
+    assert len({size for _, size in found}) == len(found), "what changes nothing is no step"
+    consumed = list(accumulate(sizes, initial=0))
+    assert [size_at(found, each) for each in consumed[:-1]] == sizes
+    assert [consumed_before(found, iteration) for iteration in range(1, len(consumed) + 1)] == consumed
 
 
 @pytest.mark.parametrize("schedule", ["0:384 200B:768 400B:1152", "0:16,2.4B:320", "0:1K 1T:2k", " 0:4  1M:8 "])
@@ -50,9 +56,10 @@ def test_schedules_are_read_as_megatron_does(schedule: str) -> None:
     assert steps_of(schedule, 4096) == expected
 
 
-def test_there_is_none_where_it_would_change_or_megatron_reckons_with_another() -> None:
-    assert batch("0:4 400:4 1K:8") == 4
-    assert batch("0:4 400:8") is None, "it changes in the middle"
-    assert batch("100:4") is None and batch("0") is None and batch("") is None, "Megatron refuses these"
-    assert batch("0:4", train_samples=None, train_iters=10) is None
-    assert batch(None) is None
+def test_there_are_none_where_batches_shrink_or_megatron_reckons_with_others() -> None:
+    assert steps("0:4 400:4 1K:8") == ((0, 4),), "the last step begins after the end"
+    assert steps("0:4 400:8") == ((0, 4), (50, 8))
+    assert steps("0:8 400:4") == (), "Megatron asserts that they grow"
+    assert steps("100:4") == steps("0") == steps("") == (), "Megatron refuses these"
+    assert steps("0:4", train_samples=None, train_iters=10) == ()
+    assert steps(None) == ()

@@ -27,7 +27,7 @@ def test_intervals_are_counted_as_single_samples_are(
     applied = [(f.iteration, sample) for f in given_feeds for a, b in f.ranges for sample in range(a, b + 1)]
     times = Counter(sample for _, sample in applied)
     due = range(first * batch, last * batch)
-    found = count_samples(given_feeds, first, last, batch)
+    found = count_samples(given_feeds, first, last, lambda iteration: (iteration - 1) * batch)
     assert found.consumed == len(applied)
     assert found.applied_twice == sum(count - 1 for count in times.values())
     assert found.lost == sum(1 for sample in due if sample not in times)
