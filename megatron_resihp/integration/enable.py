@@ -84,7 +84,7 @@ def version_problem(tree: Tree | None = None) -> str | None:
 def mismatch(error: ImportError | PatchError) -> str:
     """What to say of a Megatron that isn't there, or calls itself supported and lacks what the patches or its own
     modules need."""
-    if found() is None:
+    if found() is None and isinstance(error, ImportError) and error.name in ("megatron", "megatron.core"):
         return f"no megatron-core can be imported: {error}; install {releases.requirement()} {_checkout()}"
     lacking = error.name if isinstance(error, ImportError) else None
     if lacking and lacking.partition(".")[0] not in ("megatron", __name__.partition(".")[0]):

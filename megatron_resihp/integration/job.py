@@ -25,22 +25,22 @@ class Job:
         args: Megatron's arguments. Their sizes are those of the plan in force (`world.heterogeneous_groups.Sizes`).
         derived: what Megatron derives from them for other tensor-parallel degrees.
         own: the layout that they gave the job.
-        batch_steps: sizes of its global batches; empty: they have one size.
         shares_optimizer: whether the job uses a distributed optimizer where it can.
         optimizer_instances: in how many parts its replicas are divided, each of which has all of the optimizer's state.
         run: what tells this run from others in the same run directory.
         minutes: after which the job ends in order; None: it may take as long as it takes.
+        batch_steps: sizes of its global batches; empty: they have one size.
     """
 
     config: ResihpConfig
     args: Any
     derived: DerivedArguments
     own: OwnLayout
-    batch_steps: Steps
     shares_optimizer: bool
     optimizer_instances: int
     run: str
     minutes: float | None
+    batch_steps: Steps = ()
 
     @property
     def copies_experts(self) -> bool:
@@ -65,8 +65,8 @@ def job_of(config: ResihpConfig, args: Any, derived: DerivedArguments, run: str)
     args.exit_duration_in_mins = None
     steps = batch_steps(vars(args))
     return Job(
-        config, args, derived, own_layout(args), steps if len(steps) > 1 else (), distributes_optimizer(vars(args)),
-        args.num_distributed_optimizer_instances, run, minutes,
+        config, args, derived, own_layout(args), distributes_optimizer(vars(args)),
+        args.num_distributed_optimizer_instances, run, minutes, steps if len(steps) > 1 else (),
     )  # fmt: skip
 
 

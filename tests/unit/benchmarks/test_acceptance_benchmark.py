@@ -71,9 +71,9 @@ def test_values_that_a_script_is_given_are_missing(acceptance: ModuleType) -> No
 
 
 def test_a_schedule_of_batches_is_one_text(acceptance: ModuleType) -> None:
-    schedule = "--step-batch-size-schedule 0:4 1K:8"
+    schedule = "--step-batch-size-schedule 0:8 1K:4"
     words = f"--seq-length 10 {schedule} --train-samples".split()
     assert acceptance.quoted(words) == ["--seq-length", "10", *schedule.split(maxsplit=1), "--train-samples"]
     check = acceptance.checker()
-    assert check("it does not change", [*words, "100"]).accepted
-    assert check("it changes", [*words, "101"]).refused == ("--step-batch-size-schedule",)
+    assert check("it does not shrink", [*words, "100"]).accepted
+    assert check("it shrinks", [*words, "101"]).refused == ("--step-batch-size-schedule",)

@@ -35,7 +35,7 @@ _BATCHES: Rows = joined(
         "step_batch_size_schedule",
         condition=Together(
             is_followed,
-            "it needs --train-samples, and sizes that begin at 0 and grow: with --train-iters Megatron reckons data "
+            "use --train-samples, and sizes that begin at 0 and grow: with --train-iters Megatron reckons data "
             "sets and rates with a batch that is not the schedule's",
         ),
     ),

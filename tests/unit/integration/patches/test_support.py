@@ -103,7 +103,9 @@ def test_a_common_command_line_is_taken(check: Check) -> None:
         "--qk-clip --use-distributed-optimizer", "--qk-clip --attention-output-gate",
         "--optimizer lion", "--rerun-mode report_stats", "--ckpt-format fsdp_dtensor",
         "--mla-down-proj-fusion", "--fp8-param-gather", "--fp8-recipe custom", "--fp4-format e2m1", "--fp8-output-proj",
-        "--moe-router-load-balancing-type global_aux_loss", "--moe-token-dispatcher-type flex --num-experts 4",
+        "--moe-router-load-balancing-type global_aux_loss",
+        pytest.param("--moe-token-dispatcher-type flex --num-experts 4", marks=SINCE_019),
+
         "--reset-attention-mask --transformer-impl local", "--cuda-graph-scope full_iteration", "--exp-avg-dtype bf16",
         "--exp-avg-sq-dtype fp16", "--main-params-dtype fp16", "--main-grads-dtype bf16",
         "--hybrid-context-parallel", "--experimental-attention-variant dsa",
