@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import Jobs, ask_at, ask_for, tiny
+from jobs import EXPERTS, Jobs, ask_at, ask_for, tiny
 from stock_runs import check_like_stock, losses_of, stock_steps
 from test_plan_failures import are_heterogeneous
 from test_plans import chunks, stages
@@ -70,6 +70,24 @@ def test_batches_that_grow(jobs: Jobs, inject: str | None) -> None:
     deaths, changes = len(job.events("recovery")), job.events("reconfiguration")
     assert deaths == (0 if inject is None else 1) and 1 <= len(changes) <= 2
     assert {each["why"] for each in changes} <= {"global batches of 8 samples", "global batches of 12 samples"}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": True, "overlap_grad_reduce": True,
+         "overlap_param_gather": True},
+        EXPERTS | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "calculate_per_token_loss": True,
+                   "moe_token_dispatcher_type": "alltoall", "moe_aux_loss_coeff": None},
+    ],
+    ids=["parts of the optimizer", "shared experts"],
+)  # fmt: skip
+def test_batches_that_grow_in_other_layouts(jobs: Jobs, layout: dict[str, Any]) -> None:
+    model = SAMPLES | GROWING | {"tensor_model_parallel_size": 1} | layout
+    job = jobs.run(tiny(**model, resihp_inject="kill:3@4:backward"), workers=4)
+    check_like_stock(job, stock_steps(jobs, 4, **model))
+    assert len(job.events("batch_grown")) == 2
 
 
 @pytest.mark.nightly

@@ -39,6 +39,7 @@ from test_additional_rounds import FOUR as SHARED_BY_FOUR
 from test_additional_rounds import counts
 from test_async_saves import ASYNC
 from test_attention_logits import CLIPPED
+from test_batches import GROWING, SAMPLES, SIZES
 from test_checkpoints import as_stock_says, rest_of, save
 from test_context_parallelism import OPTIMIZER, SHARED, TENSOR, degrees
 from test_distributed_muon import DEALT
@@ -62,7 +63,7 @@ from megatron_resihp.control import exit_codes
 from megatron_resihp.control.worker.saved_state import flags, newest_state
 from megatron_resihp.events.log import FILE_NAME, read_events
 from megatron_resihp.plan import ParallelPlan
-from megatron_resihp.report.run.summary import summarize_log
+from megatron_resihp.report.run.summary import compare, summarize_log
 
 CHECKOUT: Final = "MEGATRON_LM_DIR"
 WHY: Final = f"{CHECKOUT} is not set: it names a checkout of Megatron-LM, whose own pretrain_gpt.py is tested here"
@@ -186,6 +187,15 @@ def test_a_death_and_stages_of_another_degree(jobs: Jobs, tmp_path: Path, model:
     job = jobs.run(tiny(**model, resihp_plan=asked, resihp_inject="kill:3@1:backward"), workers=4)
     check_training(job, jobs.reference(tiny(**model), workers=4))
     assert are_heterogeneous(job)[-1] and len(job.summary.deaths) == 1
+
+
+def test_a_death_between_batches_that_grow(jobs: Jobs) -> None:
+    model = SAMPLES | GROWING
+    job = jobs.run(tiny(**model, resihp_inject="kill:3@4:backward"), workers=4)
+    losses, undisturbed = job.summary.loss, jobs.reference(tiny(**model), workers=4).summary.loss
+    assert job.code == 0 and len(losses) == len(undisturbed) == len(SIZES)
+    assert (compare(losses, undisturbed) or 0) < FP32.loss
+    assert len(job.events("batch_grown")) == 2 and len(job.summary.deaths) == 1
 
 
 @pytest.mark.usefixtures("compiled_planner")
