@@ -105,6 +105,8 @@ class Contact:
 def _answers(run_dir: Path) -> bool:
     try:
         reach(run_dir).close()
+    except CertificateError:
+        return True  # this process may not talk to whoever is there
     except StoreError:
         return False
     return True

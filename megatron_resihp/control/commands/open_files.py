@@ -13,7 +13,7 @@ import resource
 from typing import Final
 
 from megatron_resihp.control.job_size import JobSize
-from megatron_resihp.control.transport.gate import UNANSWERED, most_unanswered
+from megatron_resihp.control.transport.gate import most_unanswered
 
 OF_ITS_OWN: Final = 64
 """Files that any launcher has open: libraries, logs, planners' processes, connections in the making."""
@@ -32,7 +32,7 @@ def needed(size: JobSize, node: int) -> int:
 
 def _unanswered(size: JobSize) -> int:
     """Connections to node 0's three ports that have not proved to be of the job."""
-    return UNANSWERED + 2 * most_unanswered(size.most_nodes)
+    return 3 * most_unanswered(size.most_nodes)
 
 
 def allow_as_many_as_may_be() -> int:

@@ -32,7 +32,7 @@ from megatron_resihp.control.transport.etcd.gateway import EtcdError, Gateway, L
 from megatron_resihp.control.transport.etcd.leadership import DeposedError, Leadership
 from megatron_resihp.control.transport.etcd.presence import Gone, NodeLeases, lease_holders
 from megatron_resihp.control.transport.leaders import LEADERLESS_S
-from megatron_resihp.control.transport.secret import find_secret, published_secret
+from megatron_resihp.control.transport.secret import find_secret, given_certificates, published_secret
 from megatron_resihp.control.transport.store import StoreError, reserve
 
 LOOK_S: Final = 0.5
@@ -71,6 +71,10 @@ def take_over(options: LaunchOptions, make_event_sink: MakeEventSink, stack: Exi
         JobIsOver: the job has ended meanwhile, and all its nodes know that.
     """
     assert options.control is not None and options.coordinator is not None
+    try:
+        given_certificates()  # not only when it takes over
+    except StoreError as error:
+        raise LaunchError(str(error)) from error
     run_dir, host = make_run_dir(options), options.coordinator.host
     try:
         listener = stack.enter_context(reserve(*options.coordinator))

@@ -221,7 +221,7 @@ class Headquarters:
         )  # fmt: skip
 
     def _open(self) -> StoreClient:
-        self._server = StoreServer(self._listener, self._job.secret)
+        self._server = StoreServer(self._listener, self._job.secret, self._job.size.most_nodes)
         self._connection = connect(self._address, self._job.secret, CLONE_TIMEOUT_S)
         job, leadership = self._job, self._leadership
         term = leadership.token if leadership is not None and job.size.apart else None

@@ -15,12 +15,22 @@ from typing import Final
 from megatron_resihp.control.transport.absence import Absence
 from megatron_resihp.events.epochs import EpochBroken, Reconfiguration, Recovery
 from megatron_resihp.events.event import Event
-from megatron_resihp.events.job import Job, RunFinished, Stall
+from megatron_resihp.events.job import BatchGrown, Job, RunFinished, Stall
 from megatron_resihp.events.replanning import PlanChange
 from megatron_resihp.events.training import Checkpoint, Iteration
 from megatron_resihp.protocol.notices import Notice, SaveOrder, StopTraining
 
-FOLLOWED: Final = (Job, EpochBroken, PlanChange, Recovery, Reconfiguration, RunFinished, Iteration, Checkpoint)
+FOLLOWED: Final = (
+    Job,
+    BatchGrown,
+    EpochBroken,
+    PlanChange,
+    Recovery,
+    Reconfiguration,
+    RunFinished,
+    Iteration,
+    Checkpoint,
+)
 """Events that tell whether training goes on."""
 STALLED_AFTER: Final = 3.0
 """Usual iteration times."""
@@ -79,6 +89,9 @@ class StallWatch:
                 self._busy_with = RECOVERY
             case PlanChange():
                 self._busy_with = self._busy_with or CHANGE
+            case BatchGrown():
+                self._busy_with = self._busy_with or CHANGE
+                self._usual.clear()
             case Recovery() | Reconfiguration():
                 self._goes_on = True
             case RunFinished():

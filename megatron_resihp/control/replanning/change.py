@@ -34,6 +34,7 @@ class Change:
         why: in words.
         first_reported_at: when the first worker stopped for it; None: none has yet.
         leaving: workers that it is made for to be rid of.
+        larger: all leave for larger batches, and the plan is still to be found.
     """
 
     number: int
@@ -41,6 +42,7 @@ class Change:
     why: str
     first_reported_at: float | None = None
     leaving: frozenset[int] = frozenset()
+    larger: bool = False
 
 
 def plan_of(data: Any) -> ParallelPlan:

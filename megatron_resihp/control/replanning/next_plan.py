@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Final
 
 from megatron_resihp.config import UNIFORM
@@ -19,7 +20,7 @@ from megatron_resihp.control.replanning.inventory import Held, Survivors, lackin
 from megatron_resihp.control.replanning.modes import mode_of
 from megatron_resihp.events.event import Event
 from megatron_resihp.events.replanning import Planned
-from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, spelled_out
+from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, Schedule, deal, spelled_out
 from megatron_resihp.plan.slots import renamed, slot_of, workers_in_slots
 from megatron_resihp.plan.spelling import trimmed
 from megatron_resihp.planner import JobShape, NoPlanError
@@ -142,6 +143,8 @@ class StrategicPlan:
         try:
             plan, found, heard = self._strategic(strategy, survivors)
         except (_Unusable, PlanError) as error:
+            if (same := _for_larger_batches(survivors)) is not None:
+                return same, []
             plan, told = uniform_or_less(survivors)
             late = isinstance(error, _TooLate) or None
             return plan, [Planned(strategy=UNIFORM, instead_of=strategy, reason=str(error), overtaken=late), *told]
@@ -155,6 +158,7 @@ class StrategicPlan:
         own, held, running = survivors.own, survivors.held, survivors.running
         if running is None or not _holds(running, survivors):
             raise _Unusable("survivors don't hold what the last plan gave them")
+        running = dealt_anew(running, survivors.shape.micro_batches)
         lost = lacking(held, own[-1].end, survivors.in_parts, survivors.copied)
         if lost:
             raise _Unusable(f"the state of layer {lost[0].first} is held by nobody")
@@ -167,6 +171,47 @@ class StrategicPlan:
         if plan.work_digest in survivors.failed:
             raise _Unusable(f"its plan has failed in the first step: {survivors.failed[plan.work_digest]}")
         return plan, found, heard
+
+
+def dealt_anew(plan: ParallelPlan, micro_batches: int) -> ParallelPlan:
+    """The plan for batches of so many micro-batches, in the same proportions, without ops that are listed one by one.
+
+    Raises:
+        PlanError: the replicas' pipelines can't run as many.
+    """
+    before, context = plan.micro_batch_count, plan.context_parallel
+    if before == micro_batches:
+        return plan
+    shares = [Fraction(len(each.micro_batches) * micro_batches, before) for each in plan.replicas[::context]]
+    counts = [int(share) for share in shares]
+    by_rest = sorted(range(len(shares)), key=lambda number: counts[number] - shares[number])
+    for number in by_rest[: micro_batches - sum(counts)]:
+        counts[number] += 1
+    hands = deal(counts)
+    replicas = tuple(
+        replace(each, micro_batches=hands[number // context], schedule=_without_orders(each.schedule))
+        for number, each in enumerate(plan.replicas)
+    )
+    return replace(plan, replicas=replicas, migrations=())
+
+
+def _without_orders(schedule: Schedule | None) -> Schedule | None:
+    return None if schedule is not None and schedule.orders else schedule
+
+
+def _for_larger_batches(survivors: Survivors) -> ParallelPlan | None:
+    """The plan that was run, if all that has changed is the size of batches, and it can run them."""
+    running, own, held = survivors.running, survivors.own, survivors.held
+    if running is None or running.micro_batch_count == survivors.shape.micro_batches:
+        return None
+    if held.keys() != set(running.members) or not _holds(running, survivors):
+        return None
+    try:
+        plan = planned(dealt_anew(running, survivors.shape.micro_batches), held, own, survivors.shape.tensor_parallel)
+        mode_of(plan).check_ops(plan, own, survivors.job)
+    except PlanError:
+        return None
+    return plan
 
 
 def was_chosen(told: Iterable[Event]) -> bool:

@@ -141,7 +141,8 @@ class Policy:
                 self._settled = self._slow()
                 self._patience.keep(self._plan.members)
                 self._drop()
-                self._beginning = self._settings.begins_with_a_plan and event.epoch == 0
+                # A resumed job may change to larger batches before its first iteration.
+                self._beginning = self._settings.begins_with_a_plan and (event.epoch == 0 or self._beginning)
                 return self._ask() if self._beginning else []
             case PlanChange():
                 self._changing = True

@@ -9,6 +9,7 @@ from typing import Final
 from megatron_resihp.events.detection import Verdict
 from megatron_resihp.events.epochs import EpochStarted, Reconfiguration, Recovery
 from megatron_resihp.events.event import Event
+from megatron_resihp.events.job import BatchGrown
 from megatron_resihp.events.replanning import PlanChange
 from megatron_resihp.events.training import Iteration
 
@@ -57,6 +58,8 @@ class Trial:
                 self._number = event.number
             case Recovery():
                 self._before = None
+            case BatchGrown():
+                self._before = self._number = None
             case Verdict():
                 kept = [each for each in self._newest if each[0] >= event.since]
                 self._newest = deque(kept, maxlen=COMPARED)

@@ -16,6 +16,7 @@ from enum import StrEnum
 from typing import Final
 
 from megatron_resihp.control.transport.address import Address, parse_address
+from megatron_resihp.control.transport.encryption import CertificateError
 from megatron_resihp.control.transport.frames import Frames, framed
 from megatron_resihp.control.transport.gate import OtherProtocolError, RefusedSecretError
 from megatron_resihp.control.transport.store import StoreError, end
@@ -152,6 +153,8 @@ def unreachable(address: Address | None, error: Exception) -> Reply:
     kind = Kind.SILENT
     if isinstance(error, ConnectionRefusedError):
         kind = Kind.REFUSED
+    if isinstance(error, CertificateError):
+        kind = Kind.FOREIGN
     for each, cause in _KINDS.items():
         if type(error) is cause:
             kind = each

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import ssl
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
@@ -24,6 +25,8 @@ PREFIX: Final = "RESIHP_TLS_"
 CA: Final = f"{PREFIX}CACERT"
 CERTIFICATE: Final = f"{PREFIX}CERT"
 KEY: Final = f"{PREFIX}KEY"
+LOOK_AGAIN_S: Final = 5.0
+"""Between two looks at the files."""
 RECORD_HEAD: Final = 5
 """Bytes before each of TLS's records; the last two are its length."""
 READ_BYTES: Final = 1 << 16
@@ -59,6 +62,7 @@ class Certificates:
 
     def __init__(self, ca: str, certificate: str, key: str) -> None:
         self._files = (ca, certificate, key)
+        self._looked_at, self._looking = time.monotonic(), threading.Lock()
         self._stamp = self._stamped()
         self._loaded = self._load()
 
@@ -72,14 +76,24 @@ class Certificates:
         return Conversation(self._newest().client, server_side=False)
 
     def _newest(self) -> _Loaded:
-        stamp = self._stamped()
-        if stamp != self._stamp:
-            try:
-                self._loaded = self._load()
-            except EncryptionError:
-                return self._loaded
-            self._stamp = stamp
+        now = time.monotonic()
+        if now >= self._looked_at + LOOK_AGAIN_S and not self._looking.locked():
+            self._looked_at = now
+            # In a thread of its own: a file system may take long, and connections are taken meanwhile.
+            threading.Thread(target=self._look_again, name="resihp-certificates", daemon=True).start()
         return self._loaded
+
+    def _look_again(self) -> None:
+        with self._looking:
+            stamp = self._stamped()
+            if stamp == self._stamp:
+                return
+            try:
+                loaded = self._load()
+            except EncryptionError:
+                return
+            if self._stamped() == stamp:  # else they are being replaced, and the next look will tell
+                self._loaded, self._stamp = loaded, stamp
 
     def _stamped(self) -> tuple[tuple[int, int] | None, ...]:
         return tuple(_stamp(file) for file in self._files)
@@ -101,7 +115,7 @@ class Certificates:
             try:
                 # Without a password, OpenSSL would ask the terminal for that of a key that has one.
                 context.load_cert_chain(certificate, key, password="")
-                with open(certificate) as file:
+                with open(certificate, errors="replace") as file:
                     fingerprint = sha256(ssl.PEM_cert_to_DER_cert(_first(file.read()))).digest()
             except (OSError, ValueError) as error:
                 named = f"{CERTIFICATE}={certificate} with {KEY}={key}"

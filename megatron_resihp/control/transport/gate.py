@@ -54,6 +54,8 @@ UNANSWERED: Final = 64
 All nodes of a job may come at once."""
 AT_ONCE: Final = 256
 """How many are accepted before others get their turn."""
+HANDSHAKES: Final = 16
+"""Parts of handshakes that are answered before others get their turn: each takes some milliseconds at most."""
 PAUSE_S: Final = 0.1
 """Without files to open, nothing is accepted for so long."""
 AGAIN_S: Final = 0.05
@@ -77,6 +79,11 @@ class _Newcomer:
     tls: Conversation | None
     said: bytearray = field(default_factory=bytearray)
     silent: bool = True
+
+    @property
+    def shakes_hands(self) -> bool:
+        """Whether what it sends next is a part of TLS's handshake."""
+        return self.tls is not None and not self.tls.ready
 
     def read(self) -> bytes:
         """What it has sent, of its answer at most where nothing is encrypted."""
@@ -148,12 +155,14 @@ class Gate:
         if self._paused_until is not None and now > self._paused_until:
             self._paused_until = None
             self._selector.register(self._listener, selectors.EVENT_READ)
-        let_in = []
+        let_in, hands = [], HANDSHAKES
         for key, _ in self._selector.select(0):
             if key.fileobj is self._listener:
                 self._accept(now)
-            elif (newcomer := self._newcomers.get(key.fd)) is not None and (session := self._hear(newcomer)):
-                let_in.append((newcomer.sock, session))
+            elif (newcomer := self._newcomers.get(key.fd)) is not None and hands > 0:
+                hands -= newcomer.shakes_hands
+                if session := self._hear(newcomer, now):
+                    let_in.append((newcomer.sock, session))
         for newcomer in list(self._newcomers.values()):
             if newcomer.tls is not None and newcomer.silent and now - newcomer.came_at > SAYS_NOTHING_S:
                 self._turn_away(newcomer, ENCRYPTED.ljust(HELLO_BYTES))
@@ -184,8 +193,11 @@ class Gate:
     def _challenge(self, newcomer: _Newcomer) -> None:
         newcomer.sock.setblocking(False)
         if len(self._newcomers) >= self._most_unanswered:
-            (busiest, _), *_ = Counter(each.host for each in self._newcomers.values()).most_common(1)
-            self._turn_away(next(each for each in self._newcomers.values() if each.host == busiest))
+            # Who has begun with TLS has cost both ends some work.
+            begun = self._newcomers.values()
+            waiting = [each for each in begun if each.silent] or list(begun)
+            (busiest, _), *_ = Counter(each.host for each in waiting).most_common(1)
+            self._turn_away(next(each for each in waiting if each.host == busiest))
         self._newcomers[newcomer.sock.fileno()] = newcomer
         self._selector.register(newcomer.sock, selectors.EVENT_READ)
         try:
@@ -195,12 +207,14 @@ class Gate:
         except OSError:
             self._turn_away(newcomer)
 
-    def _hear(self, newcomer: _Newcomer) -> Session | None:
+    def _hear(self, newcomer: _Newcomer, now: float) -> Session | None:
         """The session of a newcomer that has answered."""
         try:
-            data = newcomer.read()
+            shook_hands, data = newcomer.shakes_hands, newcomer.read()
             if data and (words := newcomer.hear(data)):
                 newcomer.sock.send(words)
+            if shook_hands and not newcomer.shakes_hands:
+                newcomer.came_at = now  # it may have waited for others' handshakes
         except BlockingIOError:
             return None
         except EncryptionError as error:
@@ -268,10 +282,13 @@ def enter(
         OSError: nothing is, or it does not answer in time.
     """
     deadline = time.monotonic() + timeout_s
+    tls = None if secret.certificates is None else secret.certificates.offer()
+    begin = b"" if tls is None else tls.shake()  # a gate that speaks TLS waits a moment only for that
     sock = socket.create_connection(address, timeout=timeout_s)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        session = _answered(_Server(sock, secret, deadline), secret.key, purpose, largest, who)
+        sock.sendall(begin)
+        session = _answered(_Server(sock, tls, deadline), secret.key, purpose, largest, who)
         sock.settimeout(timeout_s)
         return sock, session
     except BaseException as error:
@@ -304,17 +321,13 @@ def _answered(server: _Server, key: bytes, purpose: str, largest: int, who: int)
 class _Server:
     """What a client hears from a gate, and says to it, until it is let in."""
 
-    def __init__(self, sock: socket.socket, secret: Secret, deadline: float) -> None:
-        self._sock, self._deadline = sock, deadline
-        self.tls = None if secret.certificates is None else secret.certificates.offer()
+    def __init__(self, sock: socket.socket, tls: Conversation | None, deadline: float) -> None:
+        self._sock, self.tls, self._deadline = sock, tls, deadline
         self._opened = b""
 
     def begin(self) -> None:
         """Show each other certificates, where both have some."""
-        if self.tls is None:
-            return
-        self._sock.sendall(self.tls.shake())
-        while not self.tls.ready:
+        while self.tls is not None and not self.tls.ready:
             self._sock.sendall(self.tls.shake(self._record()))
 
     def send(self, words: bytes) -> None:
@@ -333,8 +346,11 @@ class _Server:
         """The next of TLS's records."""
         head = self._exactly(RECORD_HEAD)
         if not head.startswith(GREETING[:RECORD_HEAD]):
-            head += self._exactly(int.from_bytes(head[-2:]))
-        return head
+            return head + self._exactly(int.from_bytes(head[-2:]))
+        hello = head + self._exactly(HELLO_BYTES - RECORD_HEAD)
+        if hello.startswith(ENCRYPTED):
+            raise ConnectionResetError(errno.ECONNRESET, "it has not heard of TLS from here in time")
+        return hello
 
     def _exactly(self, size: int) -> bytes:
         received = b""

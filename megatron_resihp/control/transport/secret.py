@@ -75,7 +75,7 @@ def published_secret(
         UnreadableError: the user's is too short.
         CertificateError: the user's can't be used.
     """
-    path, certificates = run_dir / FILE_NAME, _certificates()
+    path, certificates = run_dir / FILE_NAME, given_certificates()
     given = _given(os.environ, certificates)
     if given is not None:
         # An earlier run's would be taken for this one's.
@@ -101,7 +101,7 @@ def find_secret(run_dir: Path) -> Secret:
         UnreadableError: there is none, or this process may not read it.
         CertificateError: the user's can't be used.
     """
-    certificates = _certificates()
+    certificates = given_certificates()
     given = _given(os.environ, certificates)
     if given is not None:
         return given
@@ -118,7 +118,8 @@ def is_secret_given() -> bool:
     return bool(os.environ.get(VARIABLE, "").strip())
 
 
-def _certificates() -> Certificates | None:
+def given_certificates() -> Certificates | None:
+    """Those that the environment names; None: none. Raises CertificateError: they can't be used."""
     try:
         return certificates_of(os.environ)
     except EncryptionError as error:

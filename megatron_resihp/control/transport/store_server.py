@@ -64,10 +64,11 @@ class StoreServer:
 
     Args:
         listener: bound; belongs to this object from now on.
+        nodes: how many may connect at once.
     """
 
-    def __init__(self, listener: socket.socket, secret: Secret) -> None:
-        self._gate = Gate(listener, secret, PURPOSE, LARGEST)
+    def __init__(self, listener: socket.socket, secret: Secret, nodes: int = 1) -> None:
+        self._gate = Gate(listener, secret, PURPOSE, LARGEST, nodes)
         self._storage = Storage()
         self._clients: dict[int, _Client] = {}
         self._closing = False

@@ -38,6 +38,8 @@ class Joiner:
         self.layout = layout
         self._count = len(layout.workers)
         self._group = tensor_groups(layout)
+        self._by_group = np.argsort(self._group, kind="stable")
+        self._begin_of_group = np.flatnonzero(np.diff(self._group[self._by_group], prepend=-1))
         self._rows = {int(worker): row for row, worker in enumerate(layout.workers)}
         self._by_id = np.argsort(layout.workers)
         self._ids = layout.workers[self._by_id]
@@ -111,14 +113,15 @@ class Joiner:
         features = self._workload(found, load, inverse[len(ops) :])
         tokens, squares = (np.full((self._count, width), np.nan) for _ in range(2))
         tokens[owner, position], squares[owner, position] = features
-        return compute, waited, self._of_replica(tokens), self._of_replica(squares)
+        return compute, waited, self._of_group(tokens), self._of_group(squares)
 
-    def _of_replica(self, load: NDArray[np.float64]) -> NDArray[np.float64]:
-        """[workers, micro-batches] the largest of each replica's members. Those that share sequences or experts count
-        as one replica here: each has micro-batches of its own, and waits in every layer for the one with most work."""
-        most = np.full((int(self.layout.replica.max(initial=-1)) + 1, load.shape[1]), np.nan)
-        np.fmax.at(most, self.layout.replica, load)
-        return np.where(np.isnan(load), np.nan, most[self.layout.replica])
+    def _of_group(self, load: NDArray[np.float64]) -> NDArray[np.float64]:
+        """[workers, micro-batches] the largest of each stage's members. Replicas that share sequences or experts count
+        as one here: each has micro-batches of its own, and waits in every layer for the one with most work."""
+        if not load.size:
+            return load
+        most = np.fmax.reduceat(load[self._by_group], self._begin_of_group)
+        return np.where(np.isnan(load), np.nan, most[self._group])
 
     def _blame_absences(self, absent: NDArray[np.float64], waited: NDArray[np.float64]) -> None:
         """Remove from `waited` the time in which a worker was stopped while all others of its group waited for it."""

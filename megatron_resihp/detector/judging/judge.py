@@ -29,6 +29,7 @@ from megatron_resihp.detector.judging.moving import (
     regroup,
     sources,
 )
+from megatron_resihp.detector.judging.recent import moved
 from megatron_resihp.detector.judging.tracker import Finding, Tracker
 from megatron_resihp.detector.judging.unit_levels import Known
 from megatron_resihp.detector.judging.units import Members, Units, alike_links, has_peers
@@ -106,14 +107,16 @@ class Judge:
         """
         shared = has_peers(layout)
         units, links = self._units.members, _pairs(self._layout)
-        self._bursts.move(places(self._layout.workers.tolist(), layout.workers.tolist()))
+        known, workers = self.workers.levels, places(self._layout.workers.tolist(), layout.workers.tolist())
+        slow = moved(self._units.spread(np.where(known.slow, known.excess, 0.0)), workers)
+        self._bursts.move(workers)
         self._link_bursts.move(places(links, _pairs(layout)))
         self._layout = layout
         self._units = Units(layout, shared & ~hidden_ops(settling, shared).any(axis=(1, 2)))
         level = own_levels(layout.workers.tolist(), units, self.workers, self._named, self._idle_workers)
         of_links = healthy_link_levels(_pairs(layout), links, self.links, self._idle_links)
-        # Costs are those of most ops, and bursts are in few.
-        usual = self._units.spread(self._units.slowest(level)) - self._bursts.told
+        # Costs are those of most ops, and bursts are in few. Who hasn't been found slow yet has a level without them.
+        usual = self._units.spread(self._units.slowest(level)) - np.clip(slow, 0.0, self._bursts.told)
         self.expected.move(layout, settling, usual, shared, of_links)
         numbers = np.array([each.iteration for each in settling])
 
@@ -125,7 +128,7 @@ class Judge:
         new[list(returning)] = False
         healthy[[unit for unit, known in returning.items() if not known.slow]] = True
         levels = new_levels(history, self._units.stage, self._settings.peer_slowdown, new, healthy)
-        slow = self.workers.move(source, returning, self._units.places, history, numbers, *levels)
+        slow_workers = self.workers.move(source, returning, self._units.places, history, numbers, *levels)
 
         history = self._link_histories(settling)
         source, returning = sources(links, _pairs(layout), self.links, self._idle_links)
@@ -136,7 +139,7 @@ class Judge:
         for each in (self._bursts, self._link_bursts):
             each.forget_untold()  # known units have no residuals of these iterations
         self._link_size = _usual_size(settling)
-        return self._verdicts(slow, slow_links, settling[-1])
+        return self._verdicts(slow_workers, slow_links, settling[-1])
 
     def judge(self, observations: IterationObservations, left_out: NDArray[np.bool_]) -> list[Verdict]:
         """Verdicts after one iteration.

@@ -17,7 +17,7 @@ from megatron_resihp.integration.step.step import agree, begin_copys_step, see_r
 def keep_current(runtime: Runtime) -> None:
     """Step with the others until the epoch breaks or the job ends; returns only by an exception."""
     while True:
-        leave_if_agreed(runtime, batch_grows(runtime))
+        leave_if_agreed(runtime, batch_grows(runtime) and not _is_over(runtime))
         runtime.progress.begin(runtime.progress.iteration + 1, None)
         runtime.scheduled.ask_for_plans(runtime.progress.iteration, runtime.view.reports)
         runtime.mode.begin_iteration()
@@ -36,3 +36,12 @@ def keep_current(runtime: Runtime) -> None:
         # Nobody can tell a standby which step is the last one in time for it to say what it holds then.
         record_digests(runtime)
         report_recovered(runtime)
+
+
+def _is_over(runtime: Runtime) -> bool:
+    """Whether those that work may train no more: then they end, and all hear of that in the step that never comes."""
+    args, done = runtime.job.args, runtime.progress.iteration
+    outcome = runtime.progress.outcomes.get(done)
+    told = outcome is not None and outcome.stop
+    leaves = bool(args.exit_interval) and done % args.exit_interval == 0
+    return told or leaves or args.consumed_train_samples >= args.train_samples

@@ -85,8 +85,8 @@ def make_wrap_validate_args(switch_on: SwitchOn) -> Callable[[Any], Any]:
             if not args.resihp:
                 give_back_nccl()
                 return original(args, defaults)
-            given = vars(with_defaults(args, defaults))
             without = give_up_overlaps(args)
+            given = vars(with_defaults(args, defaults))
             derived = DerivedArguments(original, args, defaults)
             examined = examine(original, args, defaults)
             if lines := [*examined.refusals, *data_problems(args)]:

@@ -28,7 +28,7 @@ from megatron_resihp.cost.running import UnknownCost, cost_of_job
 from megatron_resihp.cost.training import Recompute, Training, TrainingError, training_from_arguments
 from megatron_resihp.events.epochs import EpochStarted
 from megatron_resihp.events.event import Event
-from megatron_resihp.events.job import Job, RunStarted
+from megatron_resihp.events.job import BatchGrown, Job, RunStarted
 from megatron_resihp.events.job import Model as ModelTold
 from megatron_resihp.events.log import FILE_NAME, read_events
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError
@@ -235,8 +235,9 @@ def _told(found: Sequence[Event], namespace: argparse.Namespace) -> tuple[KnownJ
     if told.tensor_parallel is None or told.micro_batches is None:
         return None, ()
     facts = JobFacts()
-    facts.note(told)
-    facts.note(model)
+    for event in (told, _last(found, BatchGrown), model):
+        if event is not None:
+            facts.note(event)
     job, own = facts.known()
     memory = job.device_memory or int(namespace.memory_gib * 2**30)
     reserve = job.memory_reserve if namespace.memory_reserve is None else namespace.memory_reserve

@@ -6,6 +6,7 @@ May import `plan`, `planner`, `protocol` and pure modules of `control`.
 
 import signal
 from collections.abc import Iterable
+from dataclasses import replace
 
 from megatron_resihp.control.coordination.actions import Action, Log, Notify, Phase, Reply
 from megatron_resihp.control.coordination.state_machine.departures import named
@@ -106,7 +107,7 @@ class ChangesByChoice:
         plan, _ = self._state.plan_and_shape
         change = self._next_change(plan, f"global batches of {samples} samples")
         known = self._state.changes
-        known.under_way, known.last, known.prepared = change, change.number, set()
+        known.under_way, known.last, known.prepared = replace(change, larger=True), change.number, set()
 
     def _check_that_changes_can_be(self) -> None:
         """Raises ChangeRefused."""

@@ -21,6 +21,7 @@ from megatron_resihp.control.replanning.inventory import lacking
 from megatron_resihp.events.epochs import EpochBroken
 from megatron_resihp.events.event import Event
 from megatron_resihp.events.job import BatchGrown
+from megatron_resihp.events.replanning import ChangeRefused
 from megatron_resihp.events.workers import LinkFailed, WorkerDead
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.planner import NoPlanError, initial_plan
@@ -285,9 +286,15 @@ class Epochs:
     def _for_larger_batches(self, change: Change, held: HeldShards, now: float) -> tuple[ParallelPlan, list[Event]]:
         """The same where the next batch is larger than those of the change's plan. Raises NoPlanError."""
         state = self._state
-        plan, told = self._plans.plan_for(held)
-        if held.keys() >= set(state.plan_and_shape[0].members):
-            state.changes.under_way = replace(change, plan=plan)
+        plan, found = self._plans.plan_for(held)
+        told = list(found)
+        if not change.larger:
+            told.append(ChangeRefused(why=change.why, reason="its plan is for smaller batches than those to come"))
+        if held.keys() >= set(state.plan_and_shape[0].members) - change.leaving:
+            if not change.larger:  # nobody has made the groups of this plan
+                self._changes.begin_larger_batches(state.job.samples_of_plan)
+            begun = state.changes.under_way or change
+            state.changes.under_way = replace(begun, plan=plan, first_reported_at=change.first_reported_at)
         else:
             state.broken_at = change.first_reported_at or now
         return plan, told

@@ -79,6 +79,8 @@ class FirstSteps:
             return None
         before, held, own = trial.before, survivors.held, survivors.own
         lost = lacking(held, own[-1].end, copied=survivors.copied)
+        if before is not None and before.micro_batch_count != survivors.shape.micro_batches:
+            before = None  # batches have grown since
         if before is None or not held.keys() >= set(before.working) or lost:
             return uniform_or_less(survivors)
         working = trimmed(spelled_out(replace(before, standbys={}), own))

@@ -100,7 +100,7 @@ class WorkerMessages:
         state.slowness.on_devices = told.device_memory is not None
         shape, own = _sizes_in(told, job.size)
         if job.shape is not None:
-            if (shape, own) != (job.shape, job.own):
+            if (shape, own, told.batch_steps) != (job.shape, job.own, job.described.batch_steps):
                 unlike = f"workers were started with different sizes: {job.shape} and {shape}"
                 return self._ends.end(exit_codes.REFUSED, unlike)
             return []
@@ -119,9 +119,10 @@ class WorkerMessages:
         if worker in state.dead or worker in state.living or worker in state.joining.waiting:
             return []
         known, told = state.job.description, message.job
-        if known is not None and known.batch_steps:  # they may have grown since
+        same_steps = known is not None and known.batch_steps == told.batch_steps
+        if known is not None and same_steps and told.batch_steps:  # they may have grown since
             told = replace(told, micro_batches=known.micro_batches)
-        if _sizes_in(told, state.job.size) != (state.job.shape, state.job.own):
+        if not same_steps or _sizes_in(told, state.job.size) != (state.job.shape, state.job.own):
             reason = "was started with other sizes than the job"
             dismissed = Notify(WorkerDismissed(worker, f"worker {worker} {reason}"))
             return [*self._epochs.die({worker: reason}, now, now), dismissed]

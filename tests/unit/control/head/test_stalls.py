@@ -57,6 +57,20 @@ def test_a_stall_is_said_while_it_lasts_and_when_it_ends() -> None:
     assert run.told[0].usual_s == pytest.approx(0.4) and run.told[0].meanwhile is None
 
 
+def test_larger_batches_are_no_stall() -> None:
+    """Not the change to a plan for them, nor that iterations take longer from then on."""
+    run = Run()
+    run.step(20)
+    run.wait(0.2)
+    run.note("batch_grown", global_batch_size=64, micro_batches=64)
+    run.wait(4.0)
+    run.note("reconfiguration", number=1, why="global batches of 64 samples", **WENT_ON)
+    run.step(20, seconds=1.6)
+    assert run.told == []
+    run.step(seconds=6.0)
+    assert run.told[0].usual_s == pytest.approx(1.6)
+
+
 def test_the_checkpoint_of_a_job_whose_time_is_up_is_none() -> None:
     run = Run(ends_early=True)
     run.step(19)

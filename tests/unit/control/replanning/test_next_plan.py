@@ -14,7 +14,7 @@ from megatron_resihp.control.replanning.change import ChangeRefused, plan_to_cha
 from megatron_resihp.control.replanning.inventory import Survivors, shape_of
 from megatron_resihp.control.replanning.job_facts import JobFacts
 from megatron_resihp.control.replanning.modes import mode_of
-from megatron_resihp.control.replanning.next_plan import Heard, StrategicPlan, uniform_plan
+from megatron_resihp.control.replanning.next_plan import Heard, StrategicPlan, dealt_anew, uniform_plan
 from megatron_resihp.control.replanning.planning import answer
 from megatron_resihp.cost.layers import Model, model_from_arguments
 from megatron_resihp.cost.memory import memory_of
@@ -26,12 +26,15 @@ from megatron_resihp.plan import (
     OwnSplit,
     ParallelPlan,
     PlanError,
+    PlannedOp,
     Replica,
+    Schedule,
     Shard,
     even_chunks,
     rules,
     spelled_out,
 )
+from megatron_resihp.plan.schedule import EXPLICIT
 from megatron_resihp.planner import JobShape, NoPlanError, initial_plan, plan_uniform
 from megatron_resihp.planner.uniform import sharings
 from megatron_resihp.protocol.job import JobDescription
@@ -76,6 +79,38 @@ def test_a_strategys_plan_is_taken() -> None:
     plan, told = strategic(found(UNLIKE))(survivors(1, 2, 3))
     assert plan == UNLIKE
     assert told == [Planned(strategy="joint", **NUMBERS)]
+
+
+class TestLargerBatches:
+    """All live, and what was run is for batches of four micro-batches."""
+
+    def survivors(self, running: ParallelPlan) -> Survivors:
+        held = {worker: spelled_out(running, OWN).shards_of(worker) for worker in running.members}
+        shape, job = replace(SHAPE, micro_batches=8), replace(JOB, micro_batches=8)
+        return Survivors(shape, OWN, held, running, running, job, ARGUMENTS, 4)
+
+    def test_a_strategy_is_asked_about_the_plan_as_it_would_be_for_them(self) -> None:
+        """Else that one would win by having half of the work."""
+        asked: list[ParallelPlan] = []
+
+        def ask(strategy: str, survivors: Survivors, running: ParallelPlan, timeout_s: float) -> Heard:
+            asked.append(running)
+            return Heard(TOO_LITTLE, made_ahead=False, waited_s=0.2)
+
+        uneven = replace(START, replicas=tuple(
+            replace(each, micro_batches=mine) for each, mine in zip(START.replicas, ((0, 1, 3), (2,)), strict=True)
+        ))  # fmt: skip
+        plan, told = StrategicPlan(ask)(self.survivors(uneven))
+        assert [len(each.micro_batches) for each in asked[0].replicas] == [6, 2]
+        assert plan.micro_batch_count == 8 and [len(each.micro_batches) for each in plan.replicas] == [6, 2]
+        assert told == [], "nothing has to move"
+
+    def test_ops_that_are_listed_one_by_one_are_for_other_micro_batches(self) -> None:
+        orders = tuple(tuple(PlannedOp(kind, 0, number) for number in range(4) for kind in "FB") for _ in range(1))
+        listed = ParallelPlan((Replica(((0,),), (0, 1, 2, 3), (Chunk(0, 0, 6),), Schedule(EXPLICIT, orders=orders)),))
+        [replica] = dealt_anew(listed, 8).replicas
+        assert replica.schedule is None and replica.micro_batches == tuple(range(8))
+        assert dealt_anew(listed, 4) == listed
 
 
 def test_who_gets_no_work_keeps_its_state_where_there_is_room() -> None:

@@ -24,11 +24,11 @@ CONNECT_S = 10.0
 class Served:
     """A server, and connections to it."""
 
-    def __init__(self, listener: socket.socket | None = None, secret: Secret | None = None) -> None:
+    def __init__(self, listener: socket.socket | None = None, secret: Secret | None = None, nodes: int = 1) -> None:
         listener = reserve(HOST, 0) if listener is None else listener
         self.address = Address(HOST, listener.getsockname()[1])
         self.secret = fresh_secret() if secret is None else secret
-        self.server = StoreServer(listener, self.secret)
+        self.server = StoreServer(listener, self.secret, nodes)
 
     def connect(self) -> StoreClient:
         return connect(self.address, self.secret, CONNECT_S)

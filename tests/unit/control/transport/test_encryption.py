@@ -17,7 +17,7 @@ from authority import authority, certificates, sign, variables
 from go_between import GoBetween
 from served import CONNECT_S, HOST, Served
 
-from megatron_resihp.control.transport import gate
+from megatron_resihp.control.transport import encryption, gate
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.encryption import (
     CA,
@@ -29,7 +29,7 @@ from megatron_resihp.control.transport.encryption import (
 from megatron_resihp.control.transport.gate import Gate, enter
 from megatron_resihp.control.transport.secret import Secret, find_secret, fresh_secret, published_secret
 from megatron_resihp.control.transport.store import StoreError, reserve
-from megatron_resihp.control.transport.store_client import connect
+from megatron_resihp.control.transport.store_client import StoreClient, connect
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the program openssl")
 WAIT_S = 10.0
@@ -188,16 +188,53 @@ def talk(listener: socket.socket, secret: Secret) -> tuple[socket.socket, bytes]
     return sock, session.seal(b"a message")
 
 
-def test_files_that_are_replaced_count_for_later_connections(job: Path, tmp_path: Path) -> None:
+def test_files_that_are_replaced_count_for_later_connections(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not before all of them fit together: until then the old ones do."""
+    monkeypatch.setattr(encryption, "LOOK_AGAIN_S", 0.0)
     for name in ("ca.pem", "own.pem", "own.key"):
         shutil.copy(job / name, tmp_path / name)
     used = certificates(tmp_path)
-    first = used.accept().fingerprint
+    first, other = used.accept().fingerprint, certificates(job, "other").accept().fingerprint
     shutil.copy(job / "other.pem", tmp_path / "own.pem")
-    assert used.accept().fingerprint == first, "the key is still the old one's"
+    used._look_again()
+    assert used.accept().fingerprint == first != other, "the key is still the old one's"
     shutil.copy(job / "other.key", tmp_path / "own.key")
-    assert used.accept().fingerprint == certificates(job, "other").accept().fingerprint != first
+    deadline = time.monotonic() + WAIT_S
+    while used.accept().fingerprint != other:
+        assert time.monotonic() < deadline
+
+
+def test_a_client_that_is_late_with_tls_tries_again(job: Path) -> None:
+    """It may have been stopped. That the other end speaks no TLS is not what it is told."""
+    secret, listener, now = secret_with(job), reserve(HOST, 0), time.monotonic()
+    with closing(Gate(listener, secret, "store", 1000)) as door:
+        with socket.create_connection(listener.getsockname(), timeout=WAIT_S) as sock:
+            while not door.unanswered:
+                door.look(now)
+            door.look(now + 2 * gate.SAYS_NOTHING_S)
+            late = gate._Server(sock, certificates(job).offer(), now + WAIT_S)
+            with pytest.raises(ConnectionResetError):
+                late.begin()
+
+
+def test_a_crowd_is_let_in(job: Path) -> None:
+    """More than wait for an answer at a time where there is one node."""
+    crowd, secret = gate.UNANSWERED + 16, secret_with(job)
+    with closing(Served(secret=secret, nodes=crowd)) as served:
+        let_in: list[StoreClient] = []
+        threads = [
+            threading.Thread(target=lambda: let_in.append(connect(served.address, secret, WAIT_S)), daemon=True)
+            for _ in range(crowd)
+        ]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join(WAIT_S)
+        assert len(let_in) == crowd
+        for client in let_in:
+            client.close()
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 from test_membership import UNLIKE, Job, events, notices, only
 
 from megatron_resihp.control.coordination.actions import Phase
-from megatron_resihp.plan.batch_steps import consumed_before
-from megatron_resihp.protocol.messages import FirstStepFailed
+from megatron_resihp.plan.batch_steps import Steps, consumed_before
+from megatron_resihp.protocol.messages import FirstStepFailed, GroupsPrepared
 from megatron_resihp.protocol.notices import EpochIsBroken, PlanChange
 from megatron_resihp.protocol.published import EpochPlan
 from megatron_resihp.protocol.records import IterationPhase, Record
@@ -93,12 +93,19 @@ def test_one_dies_in_a_smaller_one(job: Growing) -> None:
 
 
 def test_a_change_to_a_plan_for_smaller_ones_is_not_made(job: Growing) -> None:
-    """It was asked for just before."""
+    """It was asked for just before, and all have made its groups."""
     assert PlanChange in notices(job.apply(UNLIKE))
+    for worker in range(4):
+        job.tell(GroupsPrepared(worker, 1))
     at_larger(job)
-    published = only(EpochPlan, job.report(0, 1, 2, 3))
+    actions = job.report(0, 1, 2, 3)
+    published = only(EpochPlan, actions)
     assert published.plan.micro_batch_count == 8 and published.plan != UNLIKE
-    assert "not made" not in str(events(job.ready(0, 1, 2, 3), "reconfiguration")[0].why)
+    assert published.groups_of_change is None
+    [refused] = events(actions, "change_refused")
+    assert refused.why == "asked for by hand" and "smaller batches" in refused.reason
+    [made] = events(job.ready(0, 1, 2, 3), "reconfiguration")
+    assert (made.number, made.why) == (2, "global batches of 8 samples")
     assert not events(job.apply(UNLIKE), "plan_change"), "it is for smaller ones"
 
 
@@ -107,6 +114,13 @@ def test_there_is_no_way_back_to_smaller_ones(job: Growing) -> None:
     job.report(0, 1, 2, 3)
     job.ready(0, 1, 2, 3)
     assert job.tell(FirstStepFailed(0, job.state.epoch, "out of memory")) == []
+
+
+@pytest.mark.parametrize("steps", [((0, 4), (40, 8)), ()])
+def test_who_is_started_with_another_schedule_is_not_taken_in(job: Growing, steps: Steps) -> None:
+    job.recover([3])
+    job.come_back(7, micro_batch_size=1, global_batch_size=4, batch_steps=steps)
+    assert 7 in job.state.dead
 
 
 def test_who_is_started_anew_knows_the_first_size_only(job: Growing) -> None:
