@@ -209,14 +209,16 @@ def test_files_that_are_replaced_count_for_later_connections(
 def test_a_client_that_is_late_with_tls_tries_again(job: Path) -> None:
     """It may have been stopped. That the other end speaks no TLS is not what it is told."""
     secret, listener, now = secret_with(job), reserve(HOST, 0), time.monotonic()
-    with closing(Gate(listener, secret, "store", 1000)) as door:
-        with socket.create_connection(listener.getsockname(), timeout=WAIT_S) as sock:
-            while not door.unanswered:
-                door.look(now)
-            door.look(now + 2 * gate.SAYS_NOTHING_S)
-            late = gate._Server(sock, certificates(job).offer(), now + WAIT_S)
-            with pytest.raises(ConnectionResetError):
-                late.begin()
+    with (
+        closing(Gate(listener, secret, "store", 1000)) as door,
+        socket.create_connection(listener.getsockname(), timeout=WAIT_S) as sock,
+    ):
+        while not door.unanswered:
+            door.look(now)
+        door.look(now + 2 * gate.SAYS_NOTHING_S)
+        late = gate._Server(sock, certificates(job).offer(), now + WAIT_S)
+        with pytest.raises(ConnectionResetError):
+            late.begin()
 
 
 def test_a_crowd_is_let_in(job: Path) -> None:
