@@ -64,7 +64,7 @@ def test_larger_batches_are_no_stall() -> None:
     run.wait(0.2)
     run.note("batch_grown", global_batch_size=64, micro_batches=64)
     run.wait(4.0)
-    run.note("reconfiguration", number=1, why="global batches of 64 samples", **WENT_ON)
+    run.note("reconfiguration", number=1, why="global batches of 64 samples", stood_still_s=4.0, **WENT_ON)
     run.step(20, seconds=1.6)
     assert run.told == []
     run.step(seconds=6.0)

@@ -191,7 +191,9 @@ class TestWorker:
         control.tell(EventsReported(5, ()))
         first.close()
         second = leading.lead(2)
-        assert eventually(lambda: told(second)) == [EventsReported(5, (), again=True), JoinRequest(5, JOB)]
+        heard: list[Any] = []
+        eventually(lambda: heard.extend(told(second)) or len(heard) >= 2)
+        assert heard == [EventsReported(5, (), again=True), JoinRequest(5, JOB)]
         store = second.connect()
         assert (store.get(f"{keys.KNOCK_AT}5", WAIT_S), store.get(keys.IDENTITY, WAIT_S)) == (f"{HOST}:1", "digest")
         assert store.get(f"{keys.SAVED}5", WAIT_S) == "yes"
