@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Final
+from typing import Any, Final
 
 from jobs import Job, Nursery
 
@@ -39,7 +39,7 @@ from recipe_runs.shrinking.grid import (
     TENSOR,
     sharers_of_experts,
 )
-from recipe_runs.shrinking.schedule import first_batch
+from recipe_runs.shrinking.schedule import batch_in
 from recipe_runs.shrinking.shrink import Shrunk
 
 RUN_S: Final = 120.0
@@ -47,6 +47,8 @@ RUN_S: Final = 120.0
 SCRIPT: Final = Path(__file__).with_name("logged_gpt.py")
 ERROR: Final = re.compile(r"(resihp: |[\w.]*(Error|Exception|Broken|Assertion)\w*(:|$))")
 LONGEST: Final = 300
+LARGER: Final = "global batches of"
+"""So begins why a plan has followed another where batches grow."""
 """Characters of what is quoted."""
 
 
@@ -119,7 +121,7 @@ def plan_of(shrunk: Shrunk, death: Death) -> ParallelPlan:
     """The survivors' plan."""
     draft = Draft(read_options(shrunk.words, {}))
     survivors = [worker for worker in range(shrunk.workers) if worker != death.worker]
-    micro_batches = first_batch(draft) // draft.number("--micro-batch-size")
+    micro_batches = batch_in(draft, CHANGE_AT + 1) // draft.number("--micro-batch-size")
     tensor = draft.number(TENSOR)
     if max(draft.number(CONTEXT), draft.number(EXPERT)) > 1:
         return sharing_replicas(survivors, tensor, draft.number(PIPELINE), _sharing(draft), micro_batches)
@@ -164,14 +166,18 @@ class _Course:
             (self._run_dir / "go_on").touch()
 
     def _steps_after_change(self) -> bool:
-        epochs = {event["to_epoch"] for event in self._job.events("reconfiguration")}
+        epochs = {event["to_epoch"] for event in self._changes()}
         return any(event["epoch"] in epochs for event in self._job.events("iteration"))
+
+    def _changes(self) -> list[dict[str, Any]]:
+        """Those that were asked for: each larger batch begins with another one."""
+        return [event for event in self._job.events("reconfiguration") if not event["why"].startswith(LARGER)]
 
     def check(self) -> None:
         """Raises RunFailed unless everything happened that was to happen."""
         for event in self._job.events("change_refused") + self._job.events("plan_failed"):
             raise RunFailed(f"death: {event['event']}: {event.get('reason') or event['error']}")
-        changes = self._job.events("reconfiguration")
+        changes = self._changes()
         if not self._job.events("worker_dead") or not self._job.events("worker_waiting") or len(changes) != 2:
             whys = [event["why"] for event in changes]
             raise RunFailed(f"death: not everything happened that was to happen; changes of plan: {whys}")

@@ -8,6 +8,7 @@ one at which the job would visibly differ from one without steps.
 from typing import Final
 
 from megatron_resihp.integration.support.batches import steps_of
+from megatron_resihp.plan.batch_steps import consumed_before, size_at
 from recipe_runs.shrinking.draft import Draft
 from recipe_runs.shrinking.grid import CONTEXT, PIPELINE, TENSOR
 
@@ -30,6 +31,9 @@ TOKENS_SCALE: Final = 16
 RATES: Final = ("--min-lr", "--decoupled-lr", "--decoupled-min-lr", "--lr-warmup-init", "--muon-lr")
 BATCH, BATCHES = "--global-batch-size", "--step-batch-size-schedule"
 INTERVALS: Final = ("--save-interval", "--eval-interval", "--save-retain-interval")
+GROWN_BY: Final = 4
+"""Batches have their last size after so many iterations, or as many as there are sizes: while workers die, and before
+the survivors are asked to change their plan, since a change to a plan for smaller batches would not be made."""
 ERRORS: Final = "--error-injection-rate"
 RARE: Final = 10**9
 PIPELINE_GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
@@ -77,7 +81,7 @@ def _shrink_batches(draft: Draft, reached: int) -> int:
     # Megatron takes no other batch beside these, and would evaluate with one that follows from the number of replicas.
     draft.drop(BATCH)
     draft.set("--eval-global-batch-size", batch)
-    steps, each = len(draft.text(BATCHES).split()), ITERATIONS // reached
+    steps, each = len(draft.text(BATCHES).split()), max(GROWN_BY // max(reached - 1, 1), 1)
     sizes = [batch * (number + 1) for number in range(steps)]
     starts = [sum(sizes[:number]) * each for number in range(reached)]
     samples = starts[-1] + sizes[reached - 1] * (ITERATIONS - each * (reached - 1))
@@ -94,11 +98,12 @@ def _shrink_injected_errors(draft: Draft) -> None:
         draft.replaced.append(f"an error that ends the job -> none ({ERRORS} {RARE})")
 
 
-def first_batch(draft: Draft) -> int:
-    """The global batch of the first iteration of what has been shrunk."""
-    if draft.has(BATCHES):
-        return int(draft.text(BATCHES).split()[0].partition(":")[2])
-    return draft.number(BATCH)
+def batch_in(draft: Draft, iteration: int) -> int:
+    """The global batch of an iteration of what has been shrunk."""
+    if not draft.has(BATCHES):
+        return draft.number(BATCH)
+    steps = tuple(steps_of(draft.text(BATCHES), draft.number("--seq-length")))
+    return size_at(steps, consumed_before(steps, iteration))
 
 
 def _shrink_length(draft: Draft, samples: int) -> None:

@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from recipe_runs.shrinking.draft import read_options
+from recipe_runs.shrinking.draft import Draft, read_options
 from recipe_runs.shrinking.grid import expand
+from recipe_runs.shrinking.schedule import batch_in
 from recipe_runs.shrinking.shrink import Shrunk, shrink
 
 NAMES = {"--norm-epsilon": "--layernorm-epsilon"}
@@ -44,6 +45,16 @@ def test_at_most_8_workers_of_at_least_2_replicas(
     shrunk, options = small(DENSE, *asked)
     assert tuple(int(options[flag]) for flag in flags) == expected
     assert shrunk.workers == workers
+
+
+def test_batches_grow_before_the_survivors_change_their_plan() -> None:
+    schedule = ("--step-batch-size-schedule", "0:384 1M:768 2M:1152")
+    words = DENSE.replace("--global-batch-size 1536 --train-iters 500000", "--train-samples 2000").split()
+    known = dict.fromkeys(word for word in [*words, *schedule] if word.startswith("--")) | {"--layernorm-epsilon": None}
+    shrunk = shrink([*words, *schedule], {name: name for name in known if name not in NAMES} | NAMES)
+    sizes = [batch_in(Draft(read_options(shrunk.words, {})), iteration) for iteration in range(1, 13)]
+    first = sizes[0]
+    assert sizes == [first] * 2 + [2 * first] * 2 + [3 * first] * 8
 
 
 def test_sizes_keep_their_ratios_and_other_flags_stay() -> None:
@@ -189,8 +200,8 @@ def test_a_schedule_of_batches_has_as_many_steps_as_the_recipe_reaches() -> None
     assert first["--step-batch-size-schedule"] == f"0:16 {12 * 16 * 32}:32 {(12 * 16 + 1) * 32}:48"
     assert int(first["--train-samples"]) == 12 * 16 and "--global-batch-size" not in first
     _, two = small(f"{by_samples.replace('19531250', '100000000')} {schedule}")
-    samples = 6 * 16 + 6 * 32
-    assert two["--step-batch-size-schedule"] == f"0:16 {6 * 16 * 32}:32 {samples * 32}:48"
+    samples = 4 * 16 + 8 * 32
+    assert two["--step-batch-size-schedule"] == f"0:16 {4 * 16 * 32}:32 {samples * 32}:48"
     assert int(two["--train-samples"]) == samples
 
 
