@@ -116,7 +116,7 @@ class Judge:
         level = own_levels(layout.workers.tolist(), units, self.workers, self._named, self._idle_workers)
         of_links = healthy_link_levels(_pairs(layout), links, self.links, self._idle_links)
         # Costs are those of most ops, and bursts are in few. Who hasn't been found slow yet has a level without them.
-        usual = self._units.spread(self._units.slowest(level)) - np.clip(slow, 0.0, self._bursts.told)
+        usual = self._units.spread(self._units.slowest(level)) - np.clip(self._bursts.told, 0.0, slow)
         self.expected.move(layout, settling, usual, shared, of_links)
         numbers = np.array([each.iteration for each in settling])
 
