@@ -115,7 +115,7 @@ class Judge:
         self._units = Units(layout, shared & ~hidden_ops(settling, shared).any(axis=(1, 2)))
         level = own_levels(layout.workers.tolist(), units, self.workers, self._named, self._idle_workers)
         of_links = healthy_link_levels(_pairs(layout), links, self.links, self._idle_links)
-        # Costs are those of most ops, and bursts are in few. Who hasn't been found slow yet has a level without them.
+        # Costs are those of most ops, and bursts are in few. The level of a unit not known to be slow leaves them out.
         usual = self._units.spread(self._units.slowest(level)) - np.clip(self._bursts.told, 0.0, slow)
         self.expected.move(layout, settling, usual, shared, of_links)
         numbers = np.array([each.iteration for each in settling])

@@ -35,8 +35,8 @@ _BATCHES: Rows = joined(
         "step_batch_size_schedule",
         condition=Together(
             is_followed,
-            "use --train-samples, and sizes that begin at 0 and grow: with --train-iters Megatron reckons data "
-            "sets and rates with a batch that is not the schedule's",
+            "use --train-samples, and sizes that begin at 0 and grow: with --train-iters Megatron sizes data sets "
+            "and rates for another batch than the schedule's",
         ),
     ),
     refused("batch_size", _GONE, "use --micro-batch-size"),
