@@ -5,8 +5,9 @@ A batch has the size of the last step that begins at or before its first sample,
 StepBatchsizeNumMicroBatchesCalculator.
 """
 
+import sys
+from collections.abc import Iterator
 from itertools import pairwise
-from math import inf
 
 Steps = tuple[tuple[int, int], ...]
 """(first sample, samples in a batch), in growing order, from sample 0; empty: all batches have one size."""
@@ -19,12 +20,30 @@ def size_at(steps: Steps, consumed: int) -> int:
 
 def consumed_before(steps: Steps, iteration: int) -> int:
     """Samples that a job from sample 0 has consumed before an iteration; the first one is 1."""
-    consumed, done = 0, 1
-    for (_, size), (following, _) in pairwise((*steps, (inf, 0))):
-        here = (
-            iteration - done
-            if following == inf
-            else min(max(-(-(int(following) - consumed) // size), 0), iteration - done)
-        )
-        consumed, done = consumed + here * size, done + here
-    return consumed
+    left = iteration - 1
+    for consumed, size, count in _stretches(steps):
+        if left <= count:
+            return consumed + left * size
+        left -= count
+    raise AssertionError("the last step has no end")
+
+
+def iterations_until(steps: Steps, samples: int) -> int:
+    """Iterations of a job from sample 0 that consume so many samples or, with the last one, more."""
+    done = 0
+    for consumed, size, count in _stretches(steps):
+        needed = -(-(samples - consumed) // size)
+        if needed <= count:
+            return done + needed
+        done += count
+    raise AssertionError("the last step has no end")
+
+
+def _stretches(steps: Steps) -> Iterator[tuple[int, int, int]]:
+    """Of each step: samples consumed before it, its size, and its number of iterations."""
+    consumed = 0
+    for (_, size), (following, _) in pairwise(steps):
+        count = max(-(-(following - consumed) // size), 0)
+        yield consumed, size, count
+        consumed += count * size
+    yield consumed, steps[-1][1], sys.maxsize

@@ -59,13 +59,15 @@ class Job:
     run_dir: Path
     workers: int
     started_at: float
+    judge_fails: bool = False
     pid: int | None = None
     code: int | None = None
     seconds: float = 0.0
     cpu_s: float = 0.0
 
     def wait(self, timeout_s: float = JOB_S, meanwhile: Callable[[], None] = lambda: None) -> Job:
-        """Wait for the launcher's end and check that nothing of the job is left running.
+        """Wait for the launcher's end and check that nothing of the job is left running, and that no part of the
+        coordinator has given up.
 
         Args:
             meanwhile: called again and again.
@@ -84,6 +86,9 @@ class Job:
             )
         left = [worker for worker, pid in self.worker_pids().items() if is_alive(pid)]
         assert not left, f"workers {left} outlived the launcher"
+        # Training goes on without them, so that nothing else would show it.
+        given_up = [*self.events("detection_failed"), *self.events("policy_failed")]
+        assert self.judge_fails or not given_up, given_up
         return self
 
     def await_event(self, name: str, timeout_s: float = JOB_S, **fields: Any) -> dict[str, Any]:
@@ -219,7 +224,7 @@ class Nursery:
     ) -> Job:
         """Launch a job; `options` are those of LaunchOptions, `network`: the namespace that it runs in, `environment`:
         variables besides, `judge`: it "hangs", "fails" or "suspects", and `without_plugin`: as torchrun would."""
-        job = Job(self, run_dir, workers, time.monotonic())
+        job = Job(self, run_dir, workers, time.monotonic(), judge_fails=options.get("judge") == "fails")
         self._jobs[str(run_dir)] = job
         command = [str(script or self._script), *arguments]
         if "coordinator" in options:
@@ -441,7 +446,6 @@ def check_samples(job: Job) -> None:
     summary = job.summary
     assert (summary.samples_lost, summary.samples_applied_twice, summary.samples_out_of_place) == (0, 0, 0)
     assert summary.samples_consumed == summary.job.train_iters * summary.job.global_batch_size
-    assert not job.events("detection_failed")
     check_digests(job)
 
 

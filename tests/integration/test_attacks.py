@@ -124,7 +124,7 @@ def test_a_job_trains_on_and_recovers_under_attack(jobs: Jobs) -> None:
     assert len(refusals) > 10
     assert most - before < MOST_BYTES
     assert {death.worker for death in first.summary.deaths} == {1}
-    assert not first.events("message_dropped") and not first.events("detection_failed")
+    assert not first.events("message_dropped")
 
 
 def test_ten_thousand_that_say_nothing_cost_little(jobs: Jobs) -> None:

@@ -67,6 +67,10 @@ def test_batches_that_grow(jobs: Jobs, inject: str | None) -> None:
     assert len(expected) == len(SIZES)
     check_like_stock(job, expected)
     assert [(e["global_batch_size"], e["micro_batches"]) for e in job.events("batch_grown")] == [(8, 8), (12, 12)]
+    summary = job.summary
+    assert (summary.samples_lost, summary.samples_applied_twice, summary.samples_out_of_place) == (0, 0, 0)
+    assert summary.samples_consumed == sum(SIZES)
+    assert job.events("detection")[0]["iterations"] >= len(SIZES) - 1
     deaths, changes = len(job.events("recovery")), job.events("reconfiguration")
     assert deaths == (0 if inject is None else 1) and 1 <= len(changes) <= 2
     assert {each["why"] for each in changes} <= {"global batches of 8 samples", "global batches of 12 samples"}

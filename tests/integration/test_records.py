@@ -127,12 +127,12 @@ def test_recording_goes_on_in_the_next_epoch(jobs: Jobs) -> None:
         check_ops(record, micro_batches)
     assert {record.iteration for record in records if record.epoch == 0} <= {1, 2, 3}
     (summary,) = job.events("detection")
-    assert summary["iterations"] >= ITERATIONS - 1 and not job.events("detection_failed")
+    assert summary["iterations"] >= ITERATIONS - 1
 
 
 def test_healthy_jobs_have_no_verdict(jobs: Jobs) -> None:
     job = jobs.reference(tiny(pipeline_model_parallel_size=2, train_iters=ITERATIONS), workers=4)
-    assert not job.events("verdict") and not job.events("detection_failed")
+    assert not job.events("verdict")
     assert "no worker or link was found slow" in job.output()
 
 

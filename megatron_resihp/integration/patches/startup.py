@@ -67,6 +67,7 @@ from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.expert_biases import count_exactly
 from megatron_resihp.integration.state.room import free_on_host
 from megatron_resihp.integration.step.step import install_step
+from megatron_resihp.integration.support.batches import iterations_of
 from megatron_resihp.integration.trained import Trained, parts_of
 from megatron_resihp.integration.world.heterogeneous_groups import MegatronGroups, Sizes
 from megatron_resihp.integration.world.whereabouts import whereabouts
@@ -201,7 +202,7 @@ def describe_job(job: Job, stand_in: bool | None = None) -> JobDescription:
         even_experts=why_even_experts(arguments),
         powers_of_two=why_powers_of_two(arguments),
         emulated=config.resihp_emulate,
-        train_iters=args.train_iters,
+        train_iters=iterations_of(vars(args)),
         ends_early=bool(args.exit_interval or job.minutes),
         eval_interval=args.eval_interval if args.eval_iters else None,
         save_interval=args.save_interval if args.save else None,

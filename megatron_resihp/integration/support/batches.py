@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, Final
 
-from megatron_resihp.plan.batch_steps import Steps
+from megatron_resihp.plan.batch_steps import Steps, iterations_until
 
 MULTIPLES: Final = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -40,6 +40,20 @@ def batch_steps(values: Mapping[str, Any]) -> Steps:
     if any(later[1] < earlier[1] for earlier, later in pairwise(reached)):
         return ()
     return (reached[0], *(later for earlier, later in pairwise(reached) if later[1] != earlier[1]))
+
+
+def iterations_of(values: Mapping[str, Any]) -> int | None:
+    """The iterations of a job, as Megatron's `update_train_iters` counts them; None: its arguments don't tell.
+
+    Args:
+        values: the job's arguments, its global batch size among them.
+    """
+    if values["train_iters"] or not values["train_samples"]:
+        return values["train_iters"]
+    samples = int(values["train_samples"])
+    if steps := batch_steps(values):
+        return iterations_until(steps, samples)
+    return samples // int(values["global_batch_size"])
 
 
 def steps_of(schedule: str, seq_length: int) -> list[tuple[int, int]]:

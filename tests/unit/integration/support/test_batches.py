@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
+from megatron.training.training import update_train_iters
 
-from megatron_resihp.integration.support.batches import batch_steps, steps_of
+from megatron_resihp.integration.support.batches import batch_steps, iterations_of, steps_of
 from megatron_resihp.plan.batch_steps import Steps, consumed_before, size_at
 
 SEQUENCE = 8
@@ -48,6 +50,17 @@ def test_batches_have_the_sizes_that_megatron_gives_them(more: list[tuple[int, i
     consumed = list(accumulate(sizes, initial=0))
     assert [size_at(found, each) for each in consumed[:-1]] == sizes
     assert [consumed_before(found, iteration) for iteration in range(1, len(consumed) + 1)] == consumed
+    values = {"train_samples": samples, "train_iters": None, "seq_length": SEQUENCE, "global_batch_size": first}
+    assert iterations_of({**values, "step_batch_size_schedule": schedule}) == len(sizes)
+
+
+@pytest.mark.parametrize("samples", [1, 4, 43, 44])
+def test_iterations_of_so_many_samples_are_those_that_megatron_sets(samples: int) -> None:
+    values = {"train_samples": samples, "train_iters": None, "global_batch_size": 4, "step_batch_size_schedule": None}
+    args = SimpleNamespace(**values)
+    update_train_iters(args)
+    assert iterations_of(values) == args.train_iters
+    assert iterations_of(values | {"train_samples": None, "train_iters": 7}) == 7
 
 
 @pytest.mark.parametrize("schedule", ["0:384 200B:768 400B:1152", "0:16,2.4B:320", "0:1K 1T:2k", " 0:4  1M:8 "])
