@@ -53,12 +53,14 @@ class Contact:
     Attributes:
         apart: the coordinator runs on none of the job's nodes.
         replaceable: another coordinator may take its place if it is lost.
+        encrypted: the job's connections are.
     """
 
     store: Annotated[Address, Form(str, _address)]
     token: str = field(default_factory=lambda: secrets.token_hex(8))
     apart: bool = omitted_if(False)
     replaceable: bool = omitted_if(False)
+    encrypted: bool = omitted_if(False)
 
     def published(self, run_dir: Path, holds: Callable[[], bool] = lambda: True) -> AbstractContextManager[None]:
         """Leave the file in the run directory for as long as the job runs.

@@ -32,7 +32,13 @@ from megatron_resihp.control.transport.etcd.gateway import EtcdError
 from megatron_resihp.control.transport.etcd.leadership import Leadership
 from megatron_resihp.control.transport.gate import RefusedSecretError
 from megatron_resihp.control.transport.node_liveness import check_size, has_joined, is_apart, is_led_on
-from megatron_resihp.control.transport.secret import Secret, UnreadableError, find_secret, published_secret
+from megatron_resihp.control.transport.secret import (
+    Secret,
+    UnreadableError,
+    find_secret,
+    given_certificates,
+    published_secret,
+)
 from megatron_resihp.control.transport.store import (
     ElsewhereError,
     Store,
@@ -165,8 +171,9 @@ def _lead(
 ) -> Seat:
     run_dir = make_run_dir(options)
     address = Address((options.coordinator or Address(LOCAL_HOST, 0)).host, listener.getsockname()[1])
-    contact = Contact(address, apart=options.alone, replaceable=options.replaceable)
     try:
+        encrypted = given_certificates() is not None
+        contact = Contact(address, apart=options.alone, replaceable=options.replaceable, encrypted=encrypted)
         # Before anything is written that a job which runs there would read, or has written.
         holds = contact.hold(run_dir)
         stack.enter_context(contact.published(run_dir, holds))

@@ -28,6 +28,7 @@ from megatron_resihp.control.head.headquarters import EventSink
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.terminal import say
 from megatron_resihp.control.transport.address import Address
+from megatron_resihp.control.transport.encryption import PREFIX
 from megatron_resihp.control.transport.etcd.gateway import EtcdError, Gateway, LeaseLostError, UnreachableError
 from megatron_resihp.control.transport.etcd.leadership import DeposedError, Leadership
 from megatron_resihp.control.transport.etcd.presence import Gone, NodeLeases, lease_holders
@@ -72,7 +73,7 @@ def take_over(options: LaunchOptions, make_event_sink: MakeEventSink, stack: Exi
     """
     assert options.control is not None and options.coordinator is not None
     try:
-        given_certificates()  # not only when it takes over
+        encrypted = given_certificates() is not None  # not only when it takes over
     except StoreError as error:
         raise LaunchError(str(error)) from error
     run_dir, host = make_run_dir(options), options.coordinator.host
@@ -83,10 +84,10 @@ def take_over(options: LaunchOptions, make_event_sink: MakeEventSink, stack: Exi
         raise LaunchError(f"{error}; check --listen") from error
     try:
         with closing(Gateway(options.control)) as gateway:
-            wait = _Wait(gateway, run_dir, options.size, options.connect_timeout_s)
+            wait = _Wait(gateway, run_dir, options.size, options.connect_timeout_s, encrypted)
             leadership, before, gone = wait.take_over()
         stack.enter_context(closing(leadership))
-        contact = Contact(Address(host, listener.getsockname()[1]), before.run, apart=True, replaceable=True)
+        contact = Contact(Address(host, listener.getsockname()[1]), before.run, True, True, encrypted)
         holds = contact.hold(run_dir)
         claim = stack.enter_context(contact.taken_over(run_dir, holds))
         own = stack.enter_context(published_secret(run_dir, holds, find_secret(run_dir)))
@@ -124,18 +125,20 @@ class _Wait:
     Args:
         gateway: to where the job's decisions are kept.
         patience_s: how long no coordinator may lead.
+        encrypted: whether this one has certificates.
     """
 
-    def __init__(self, gateway: Gateway, run_dir: Path, size: JobSize, patience_s: float) -> None:
+    def __init__(self, gateway: Gateway, run_dir: Path, size: JobSize, patience_s: float, encrypted: bool) -> None:
         self._gateway, self._control = gateway, gateway.location
         self._run_dir, self._size, self._patience_s = run_dir, size, patience_s
+        self._encrypted = encrypted
         self._followed: str | None = None
         """The run whose coordinator has been seen to lead."""
         self._passed_over: tuple[str | None, str | None] | None = None
         """A run, and the last entry of the log, by which it is known that there is nothing to take over."""
         self._until = time.monotonic() + patience_s
-        self._in_launch: tuple[str, float] | None = None
-        """The run whose coordinator is in a launch, and when its file had been touched as it was first seen."""
+        self._barred: tuple[str, float] | None = None
+        """The run whose coordinator this one can't follow, and when its file had been touched as it was first seen."""
         self._said = ""
 
     def take_over(self) -> _Found:
@@ -158,7 +161,7 @@ class _Wait:
     def _look(self) -> _Found | None:
         run = self._named()
         if self._gateway.get(self._control.leader) is not None:
-            self._check_apart()
+            self._check_followable()
             self._followed = run or self._followed
             self._until = time.monotonic() + self._patience_s
             self._say(f"waits until the coordinator of {self._control} is lost")
@@ -176,24 +179,35 @@ class _Wait:
         self._say(f"no coordinator of {self._control} leads or is lost; waits for one, {self._patience_s:g} s at most")
         return None
 
-    def _check_apart(self) -> None:
-        """Raises LaunchError: the coordinator that leads is lost together with node 0's launch.
+    def _check_followable(self) -> None:
+        """Raises LaunchError: this one can't take the place of the coordinator that leads.
 
         A job that was killed leaves its file behind, and its lease for a while. So the file has to be touched first.
         """
         try:
             contact = read_contact(self._run_dir)
-            touched_at = None if contact.apart else modified(self._run_dir / FILE_NAME)
+            why = self._why_barred(contact)
+            touched_at = modified(self._run_dir / FILE_NAME) if why else None
         except (StoreError, OSError):
             return  # a file system that is away comes back
         if touched_at is None:
             return
-        if self._in_launch is None or self._in_launch[0] != contact.token:
-            self._in_launch = contact.token, touched_at
-        elif touched_at != self._in_launch[1]:
+        if self._barred is None or self._barred[0] != contact.token:
+            self._barred = contact.token, touched_at
+        elif touched_at != self._barred[1]:
+            raise LaunchError(why)
+
+    def _why_barred(self, contact: Contact) -> str:
+        """Why this one can't take the place of a coordinator; empty: it can."""
+        job = f"the job in {self._run_dir}"
+        if not contact.apart:
             mend = "launch node 0 without --control, and give that to a resihp coordinator"
-            raise LaunchError(f"no coordinator can follow that of the job in {self._run_dir}, which is in node 0's "
-                f"launch; {mend}")  # fmt: skip
+            return f"no coordinator can follow that of {job}, which is in node 0's launch; {mend}"
+        if contact.encrypted and not self._encrypted:
+            return f"{job} encrypts its connections; give the standby certificates, too ({PREFIX}CACERT, _CERT, _KEY)"
+        if self._encrypted and not contact.encrypted:
+            return f"{job} does not encrypt its connections; start the standby without {PREFIX}CACERT, _CERT and _KEY"
+        return ""
 
     def _say(self, what: str) -> None:
         if self._said != what:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from megatron_resihp.control.commands import standby
 from megatron_resihp.control.commands.contact import Contact
+from megatron_resihp.control.commands.launch_options import LaunchError
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.etcd.gateway import Held
@@ -54,11 +56,14 @@ def wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., stand
         monkeypatch.setattr(standby, look, fail)
 
     def waits(leads: bool, apart: bool) -> standby._Wait:
-        contact = Contact(Address("host", 1), "token", apart=apart, replaceable=apart)
-        (tmp_path / standby.FILE_NAME).write_text(contact._text)
-        return standby._Wait(Gateway(leads), tmp_path, JobSize(2, 1, apart=True), 60.0)  # type: ignore[arg-type]
+        return waiting_for(tmp_path, Contact(Address("host", 1), "token", apart=apart, replaceable=apart), leads)
 
     return waits
+
+
+def waiting_for(run_dir: Path, contact: Contact, leads: bool, encrypted: bool = False) -> standby._Wait:
+    (run_dir / standby.FILE_NAME).write_text(contact._text)
+    return standby._Wait(Gateway(leads), run_dir, JobSize(2, 1, apart=True), 60.0, encrypted)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("leads", "apart"), [(True, True), (True, False), (False, True)])
@@ -66,6 +71,33 @@ def test_goes_on_waiting(wait: Callable[..., standby._Wait], leads: bool, apart:
     waiting = wait(leads, apart)
     for _ in range(3):
         assert waiting._look() is None
+
+
+@pytest.mark.parametrize(
+    ("job", "own", "why"),
+    [
+        (True, False, "encrypts its connections; give the standby certificates"),
+        (False, True, "does not encrypt its connections; start the standby without"),
+        (True, True, ""),
+    ],
+)
+def test_a_standby_needs_certificates_where_the_job_has_them(tmp_path: Path, job: bool, own: bool, why: str) -> None:
+    """Not where a job that was killed had left its file: nobody touches that any more."""
+    waiting = waiting_for(tmp_path, Contact(Address("host", 1), "token", True, True, encrypted=job), True, own)
+    for _ in range(3):
+        assert waiting._look() is None
+    touch(tmp_path / standby.FILE_NAME)
+    if not why:
+        assert waiting._look() is None
+        return
+    with pytest.raises(LaunchError, match=why):
+        waiting._look()
+
+
+def touch(path: Path) -> None:
+    """As a coordinator that lives does, some seconds later."""
+    later = path.stat().st_mtime + 5.0
+    os.utime(path, (later, later))
 
 
 class Leader:
@@ -93,7 +125,7 @@ def test_nodes_that_register_while_it_reads_what_was_decided_are_waited_for(
 
     monkeypatch.setattr(standby, "Leadership", lambda place: Leader(gateway))
     monkeypatch.setattr(standby, "_decided", decided)
-    waiting = standby._Wait(gateway, tmp_path, JobSize(4, 1, apart=True), 60.0)  # type: ignore[arg-type]
+    waiting = standby._Wait(gateway, tmp_path, JobSize(4, 1, apart=True), 60.0, False)  # type: ignore[arg-type]
     assert waiting._look() is None, "another leads"
     gateway.leader = None
     begun = time.monotonic()
