@@ -7,7 +7,9 @@ Imports nothing.
 from typing import Final
 
 FINISHED: Final = 0
-"""Training came to its end."""
+"""Training came to its end, or to where the job's own flags stop it."""
+STOPPED_BY_FLAGS: Final = "stopped by its own flags"
+"""How the reason of the latter begins: a chain of jobs goes on after it."""
 FAILED: Final = 1
 """The program's own error: it would fail again."""
 REFUSED: Final = 2

@@ -23,7 +23,7 @@ from megatron_resihp.control.commands.claim import touched
 from megatron_resihp.control.commands.contact import FILE_NAME
 from megatron_resihp.control.commands.launch_options import LaunchError, LaunchOptions, check, options_of
 from megatron_resihp.control.commands.run_directory import forget_job_end, note_job_end
-from megatron_resihp.control.commands.seat import RESULT, MakeEventSink, Seat, take_seat
+from megatron_resihp.control.commands.seat import REASON, RESULT, MakeEventSink, Seat, take_seat
 from megatron_resihp.control.commands.standby import JobIsOver, take_over
 from megatron_resihp.control.coordination.actions import Limits
 from megatron_resihp.control.coordination.decisions.succession import Succession, unlogged
@@ -366,7 +366,7 @@ def _finish(seat: Seat, node: int, ending: Ending) -> None:
     if seat.sink is not None:
         # First: to read a long log takes longer than a cluster may give.
         if seat.holds():
-            _tell_result(seat.run_dir, ending.code)
+            _tell_result(seat.run_dir, ending)
         seat.sink.finish()
     elif ending.agreed:
         note_job_end(seat.run_dir, node, ending.code)
@@ -379,9 +379,10 @@ def _tell_last_save(run_dir: Path, since: float) -> None:
         warn(f"resihp: {save.told(run_dir)}")
 
 
-def _tell_result(run_dir: Path, code: int) -> None:
-    """The job's exit code, for scripts that can't tell node 0's launcher from others."""
+def _tell_result(run_dir: Path, ending: Ending) -> None:
+    """The job's exit code, and why, for scripts that can't tell node 0's launcher from others."""
     try:
-        (run_dir / RESULT).write_text(f"{code}\n")
+        (run_dir / REASON).write_text(f"{ending.reason}\n")
+        (run_dir / RESULT).write_text(f"{ending.code}\n")  # last: scripts wait for it
     except OSError as error:
-        warn(f"resihp: {run_dir / RESULT} can't be written ({error.strerror})")
+        warn(f"resihp: {error.filename} can't be written ({error.strerror})")

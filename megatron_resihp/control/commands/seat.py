@@ -51,7 +51,8 @@ from megatron_resihp.control.transport.store_client import connect
 
 LOCAL_HOST: Final = "127.0.0.1"
 RESULT: Final = "exit_code"
-"""File of the run directory with the code that the job has ended with; not there while it runs."""
+REASON: Final = "exit_reason"
+"""Files of the run directory with the code that the job has ended with, and why; not there while it runs."""
 LOOK_S: Final = 1.0
 STILL_THERE_S: Final = 5.0
 """How long the coordinator may not answer a node that waits to join."""
@@ -161,6 +162,12 @@ def _is_held_apart(run_dir: Path | None, address: Address) -> bool:
     return contact.apart and contact.store.port == address.port
 
 
+def forget_result(run_dir: Path) -> None:
+    """The job of the run directory runs, and its earlier end is none. Raises OSError."""
+    for name in (RESULT, REASON):
+        (run_dir / name).unlink(missing_ok=True)
+
+
 def _lead(
     options: LaunchOptions,
     listener: socket.socket,
@@ -180,7 +187,7 @@ def _lead(
         leadership = None if options.control is None else stack.enter_context(closing(Leadership(options.control)))
         own = stack.enter_context(published_secret(run_dir, holds))
         returning.begin(run_dir, options.size)
-        (run_dir / RESULT).unlink(missing_ok=True)
+        forget_result(run_dir)
     except OSError as error:
         raise unwritable(run_dir, error) from error
     except ClaimedError as error:

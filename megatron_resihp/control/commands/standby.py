@@ -18,7 +18,7 @@ from megatron_resihp.control.commands.claim import TOUCH_S, age, modified
 from megatron_resihp.control.commands.contact import FILE_NAME, Contact, read_contact
 from megatron_resihp.control.commands.launch_options import LaunchError, LaunchOptions
 from megatron_resihp.control.commands.run_directory import make_run_dir, unwritable
-from megatron_resihp.control.commands.seat import RESULT, MakeEventSink, Seat, make_sink
+from megatron_resihp.control.commands.seat import MakeEventSink, Seat, forget_result, make_sink
 from megatron_resihp.control.coordination.actions import End
 from megatron_resihp.control.coordination.decisions.reading import NotBegunError, UnusableError
 from megatron_resihp.control.coordination.decisions.replay import DifferenceError
@@ -110,7 +110,7 @@ def _claim(run_dir: Path, claim: Callable[[], None], sink: EventSink) -> None:
     """Have the run directory. Its job ends here, whatever a coordinator that was cut off from it has said."""
     try:
         claim()
-        (run_dir / RESULT).unlink(missing_ok=True)
+        forget_result(run_dir)
     except OSError as error:
         raise StoreError(str(unwritable(run_dir, error))) from error
     sink.take_over()

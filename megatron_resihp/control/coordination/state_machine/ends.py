@@ -73,11 +73,17 @@ class Ends:
 
     def too_early(self) -> str:
         """In words, how far the job has come, if it may not end in order yet; empty: it may, or nothing is known."""
+        job = self._state.job.description
+        may_be = job is None or job.ends_early or self._state.ending.stop_signal
+        return "" if may_be else self._before_the_end()
+
+    def _before_the_end(self) -> str:
+        """In words, how far the job has come; empty: to its end, or nothing is known."""
         state, job = self._state, self._state.job.description
         reached = max(state.job.reached, 0 if state.commit is None else state.commit.iteration)
-        if job is None or job.train_iters is None or job.ends_early or state.ending.stop_signal:
+        if job is None or job.train_iters is None or reached >= job.train_iters:
             return ""
-        return "" if reached >= job.train_iters else f"after iteration {reached} of {job.train_iters}"
+        return f"after iteration {reached} of {job.train_iters}"
 
     def all_have_ended(self) -> list[Action]:
         """End a job whose workers' scripts have come to their end, or have died."""
@@ -88,7 +94,8 @@ class Ends:
             return self.end(exit_codes.FAILED, f"the workers ended {too_early}; see their logs")
         if state.ending.stop_signal:
             return self.end(exit_codes.stopped_by(state.ending.stop_signal), state.ending.stop_reason)
-        return self.end(exit_codes.FINISHED, "finished")
+        how_far = self._before_the_end()
+        return self.end(exit_codes.FINISHED, f"{exit_codes.STOPPED_BY_FLAGS} {how_far}" if how_far else "finished")
 
     def none_is_left(self) -> list[Action]:
         """End a job without living workers: the last one has died, perhaps after others had brought it to its end."""

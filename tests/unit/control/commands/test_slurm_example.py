@@ -21,7 +21,7 @@ import pytest
 from megatron_resihp.control import exit_codes
 from megatron_resihp.control.commands.launch_options import add_arguments, check, options_of
 from megatron_resihp.control.commands.run_directory import JOB_ENDED
-from megatron_resihp.control.commands.seat import RESULT
+from megatron_resihp.control.commands.seat import REASON, RESULT
 from megatron_resihp.control.worker.saved_state import DIRECTORY, TRACKER
 
 ROOT = Path(__file__).parents[4]
@@ -41,6 +41,7 @@ COMMANDS = {
     "if [[ $1 == checkpoint || $1 == emergency ]]; then "
     f'[[ -z ${{SAVED:-}} ]] || {sys.executable} -m megatron_resihp.cli "$@"; '
     'exit; fi; printf "%s\\n" "$@"; eval "${LAUNCH:-}"; '
+    'echo "${JOB_REASON:-}" > "$RUN_DIR/exit_reason"; '
     '[[ -z ${JOB_CODE:-} ]] || echo "$JOB_CODE" > "$RUN_DIR/exit_code"',
     # The first node and its coordinator are there, or out of reach.
     "timeout": f'[[ "$*" == */dev/tcp/* ]] || exec {shutil.which("timeout")} "$@"; '
@@ -257,7 +258,8 @@ def test_nothing_is_trained_where_the_newest_state_is_not_known(tmp_path: Path) 
 
 
 def test_it_knows_the_names_that_the_launcher_uses() -> None:
-    assert f"$RUN_DIR/{RESULT}" in SCRIPT
+    assert f"$RUN_DIR/{RESULT}" in SCRIPT and f"$RUN_DIR/{REASON}" in SCRIPT
+    assert f'\nSTOPPED_BY_FLAGS="{exit_codes.STOPPED_BY_FLAGS}"\n' in SCRIPT
     known = {"REFUSED": exit_codes.REFUSED, "RETRY": exit_codes.RETRY, "WARNED": exit_codes.stopped_by(10)}
     assert all(f"\n{name}={code}\n" in SCRIPT for name, code in known.items())
 
@@ -315,6 +317,14 @@ class TestChain:
             f"resihp: the chain has ended with {code}; to continue it, remove {tmp_path}/resihp-runs/large/exit_code\n"
         )
         assert (done.returncode, done.stdout) == (code, told)
+
+    def test_the_next_one_continues_a_job_that_its_flags_have_stopped(self, tmp_path: Path) -> None:
+        """--exit-duration-in-mins ends with 0, as in stock Megatron."""
+        reason = f"{exit_codes.STOPPED_BY_FLAGS} after iteration 10 of 20"
+        run(tmp_path, JOB_CODE="0", JOB_REASON=reason, RESIHP_CHAIN="large")
+        for launched in (True, False):
+            done = run(tmp_path, JOB_CODE="0", JOB_REASON="finished", RESIHP_CHAIN="large")
+            assert done.returncode == 0 and ("launch" in done.stdout.splitlines()) == launched
 
     def test_nothing_follows_a_refusal_of_the_launcher(self, tmp_path: Path) -> None:
         """It writes no result itself."""
