@@ -217,7 +217,8 @@ class PlanRequest:
     """A user or the replanner asks for a change to a plan.
 
     Attributes:
-        plan: as JSON. If it is no plan, the answer says so.
+        plan: as JSON. If it is no plan, the answer says so. None, of the replanner: complete uniform replicas that have
+            work for joining workers.
         why: in words.
         patient: to have it as soon as it can be, if not now.
         answer: key of the store under which the answer is awaited; None: no one waits.

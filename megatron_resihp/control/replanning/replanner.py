@@ -38,7 +38,7 @@ from megatron_resihp.events.job import BatchGrown, Job, Model
 from megatron_resihp.events.training import Iteration
 from megatron_resihp.events.workers import NodeLeft, WorkerDead, WorkersLeft, WorkerWaiting
 from megatron_resihp.protocol.messages import PlanRequest
-from megatron_resihp.protocol.planning import NoPlan, PlanFound
+from megatron_resihp.protocol.planning import NoPlan
 
 FOLLOWED: Final[tuple[type[Event], ...]] = (
     Job, BatchGrown, Model, EpochStarted, Recovery, EpochBroken, told.PlanChange, Reconfiguration, told.ChangeRefused,
@@ -170,7 +170,9 @@ class Replanner:
         return True
 
     def _take_in(self) -> None:
-        """Ask for a plan that gives work to joining workers; where no strategy plans, the coordinator makes one."""
+        """Ask for a plan that gives work to joining workers; where no strategy plans, or has a plan, the coordinator
+        makes one.
+        """
         self._to_take_in = False
         facts = self._facts
         if not facts.joining or facts.plan is None or facts.strategy == UNIFORM:
@@ -182,8 +184,11 @@ class Replanner:
         # The workers of a node come one by one: of the next ones, or of how fast one is, this answer knows nothing.
         if not self._hear_all() or self._to_take_in:
             return
-        if isinstance(answer, PlanFound) and facts.joining.intersection(answer.plan.working):
-            why = arrival(sorted(facts.joining), self._slots)
+        why = arrival(sorted(facts.joining), self._slots)
+        if isinstance(answer, NoPlan):
+            self._tell(told.NoPlan(reason=answer.reason))
+            self._order(PlanRequest(None, why, patient=True))
+        elif facts.joining.intersection(answer.plan.working):
             self._order(PlanRequest(answer.plan.to_dict(), why, patient=True))
 
     def _recommend(self, found: Recommend) -> None:

@@ -97,7 +97,7 @@ TOLD: tuple[Message, ...] = (
     ScriptEnded(1),
     ScriptFailed(1, "ValueError: no", 1),
     EventsReported(3, (EVENT,)),
-    PlanRequest(PLAN, "by hand", patient=True, answer="answer/1"),
+    PlanRequest(PLAN, "by hand", patient=True, answer="answer/1"), PlanRequest(None, "worker 7 came back"),
     SlowdownRequest((1,), 0.5, answer="answer/2"),
     DrainRequest((1,), (0,), 20.0, "answer/3"),
     EndRequest(True, "answer/4"),

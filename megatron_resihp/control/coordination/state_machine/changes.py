@@ -68,7 +68,10 @@ class ChangesByChoice:
         state, job = self._state, self._state.job
         plan, shape = state.plan_and_shape
         workers = state.living | state.joining.waiting
-        asked = plan_to_change_to(plan_of(request.plan), plan, job.own, shape.tensor_parallel, workers)
+        if request.plan is None and request.answer is None:
+            asked = self._uniform_with_joining()
+        else:
+            asked = plan_to_change_to(plan_of(request.plan), plan, job.own, shape.tensor_parallel, workers)
         asked = self._plans.optimizer.without_parts_kept(asked)
         error = state.first_steps.failed.get(asked.work_digest)
         if error is not None and request.answer is None:  # a user may know better
@@ -83,6 +86,17 @@ class ChangesByChoice:
         except PlanError as error:
             raise ChangeRefused(str(error)) from None
         return self._next_change(asked, request.why)
+
+    def _uniform_with_joining(self) -> ParallelPlan:
+        """Raises ChangeRefused: there is none that has work for them."""
+        waiting = self._state.joining.waiting - self._kept_out()[0].keys()
+        try:
+            plan = self._plans.more_replicas(waiting)
+        except NoPlanError as error:
+            raise ChangeRefused(str(error)) from None
+        if not waiting.intersection(plan.working):
+            raise ChangeRefused("uniform plans have no work for them")
+        return plan
 
     def _next_change(self, plan: ParallelPlan, why: str, leaving: frozenset[int] = frozenset()) -> Change:
         return Change(self._state.changes.last + 1, plan, why, leaving=leaving)

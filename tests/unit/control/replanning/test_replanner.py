@@ -290,6 +290,17 @@ def test_workers_that_come_together_are_taken_in_together(desk: Desk) -> None:
     assert desk.orders.empty()
 
 
+def test_who_joins_where_the_strategy_has_no_plan_is_left_to_the_coordinator(desk: Desk) -> None:
+    """It can't tell what such a model costs, say. Complete replicas need no more than sizes."""
+    desk.answer_ahead = lambda request: NoPlan("its costs are not known")
+    desk.train(replicas(0, 1))
+    desk.note("worker_waiting", waiting=2)
+    order = desk.orders.get(timeout=WAIT_S)
+    assert (order.plan, order.patient) == (None, True) and "worker 2" in order.why
+    told = desk.events.get(timeout=WAIT_S)
+    assert isinstance(told, policy_events.NoPlan) and told.reason == "its costs are not known"
+
+
 @pytest.mark.parametrize(("name", "of"), [("workers_left", {}), ("node_left", {"node": 1})])
 def test_who_was_told_to_leave_keeps_no_other_from_joining(desk: Desk, name: str, of: dict[str, Any]) -> None:
     """A worker that waits can be told so, too: it never dies."""

@@ -1487,6 +1487,23 @@ class TestComingBack:
         assert only(EpochPlan, actions).plan.working == (0, 2, 1, 7)
         assert notices(actions) == [WorkersTakenIn]
 
+    def test_complete_replicas_give_it_work_where_its_strategy_has_no_plan(self) -> None:
+        job = Job().start_with(strategy="joint").recover([3])
+        job.come_back(7, strategy="joint")
+        [change] = job.apply(None, answer=None, patient=True)[1:]
+        assert isinstance(change, Notify) and 7 in change.notice.plan.working, "its strategy has no plan"
+
+    def test_nobody_else_may_leave_the_plan_to_the_coordinator(self) -> None:
+        job = Job().start_with(strategy="joint").recover([3])
+        job.come_back(7, strategy="joint")
+        assert not notices(job.apply(None))
+
+    def test_a_worker_that_completes_no_replica_goes_on_waiting(self) -> None:
+        job = Job(workers=6, micro_batches=6).start_with(strategy="joint").recover([4, 5])
+        job.come_back(10, strategy="joint")
+        [refused] = events(job.apply(None, answer=None, patient=True), "change_refused")
+        assert refused.reason == "uniform plans have no work for them"
+
 
 REPLICA_PER_NODE = {"pipeline_last": False}
 """Two workers on each node, which are a replica together."""
