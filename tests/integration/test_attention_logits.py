@@ -36,6 +36,9 @@ HALF: dict[str, Any] = {"bf16": True}
 """Stock Megatron finds layers by way of its wrapper for 16 bits, and fails without it."""
 ALONE: dict[str, Any] = {"tensor_model_parallel_size": 1, "global_batch_size": 4}
 """It also fails where several members hold a layer, unless that has latents."""
+ROUNDED = BF16._replace(loss=1e-3)
+"""Which weights are clipped depends on rounding. With --clip-grad 1.0000002 stock Megatron differs from itself by 1.7e-4,
+and without clipping of weights by 7.9 %."""
 EVALUATED: dict[str, Any] = {"eval_interval": 2, "eval_iters": 1}
 """Megatron's next step counts the logits of an evaluation, too."""
 UNCLIPPED: dict[str, Any] = {"qk_clip": None}
@@ -59,9 +62,9 @@ def test_a_death_and_other_degrees(jobs: Jobs, tmp_path: Path, model: dict[str, 
 def test_stock_megatron_trains_the_same(jobs: Jobs, model: dict[str, Any]) -> None:
     model = CLIPPED | EVALUATED | HALF | model
     stock = stock_steps(jobs, 4, **model)
-    check_like_stock(jobs.run(tiny(**model), workers=4), stock, BF16)
+    check_like_stock(jobs.run(tiny(**model), workers=4), stock, ROUNDED)
     job = jobs.run(tiny(**model, resihp_inject="kill:3@4:step"), workers=4)
-    check_like_stock(job, stock, BF16)
+    check_like_stock(job, stock, ROUNDED)
     assert len(job.summary.deaths) == 1
 
 
