@@ -34,6 +34,7 @@ def enable() -> None:
     try:
         if os.environ.get("RESIHP_CPU") == "1":
             cpu.install(force=True)
+        from megatron_resihp.integration.patches.checkpoint_arguments import wrap_load_args_from_checkpoint
         from megatron_resihp.integration.patches.flags import (
             YAML,
             make_wrap_validate_args,
@@ -50,7 +51,11 @@ def enable() -> None:
     patches = [
         Patch(f"{arguments}:add_megatron_arguments", wrap_add_megatron_arguments, ("parser",), "adds --resihp*"),
         Patch(f"{arguments}:validate_args", make_wrap_validate_args(_switch_on), ("args", "defaults"), "checks them"),
-    ]
+        Patch(
+            "megatron.training.checkpointing:load_args_from_checkpoint", wrap_load_args_from_checkpoint, ("args",),
+            "tells what is given from what a checkpoint adds",
+        ),
+    ]  # fmt: skip
     try:
         apply_all(patches)
     except PatchError as error:

@@ -37,8 +37,8 @@ HALF: dict[str, Any] = {"bf16": True}
 ALONE: dict[str, Any] = {"tensor_model_parallel_size": 1, "global_batch_size": 4}
 """It also fails where several members hold a layer, unless that has latents."""
 ROUNDED = BF16._replace(loss=1e-3)
-"""Which weights are clipped depends on rounding. With --clip-grad 1.0000002 stock Megatron differs from itself by 1.7e-4,
-and without clipping of weights by 7.9 %."""
+"""Rounding decides which weights are clipped. With --clip-grad 1.0000002 stock Megatron differs from itself by 1.7e-4;
+without clipping of weights it differs by 7.9 %."""
 EVALUATED: dict[str, Any] = {"eval_interval": 2, "eval_iters": 1}
 """Megatron's next step counts the logits of an evaluation, too."""
 UNCLIPPED: dict[str, Any] = {"qk_clip": None}

@@ -116,3 +116,22 @@ def test_in_a_resumed_job_it_needs_no_checkpoint(jobs: Jobs, tmp_path: Path) -> 
     assert (job.summary.samples_lost, job.summary.samples_applied_twice) == (0, 0)
     check_digests(job)
     assert job.summary.came_back == (7,)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "length",
+    [{}, {"train_iters": None, "train_samples": 48, "lr_warmup_iters": None, "lr_warmup_samples": 8}],
+    ids=["iterations", "samples"],
+)
+def test_it_needs_no_arguments_of_a_checkpoint(jobs: Jobs, tmp_path: Path, length: dict[str, Any]) -> None:
+    """There is one by then, of this job's, and there was none as it began. --train-samples alone gives its length."""
+    model = TWO_REPLICAS | length
+    reference = jobs.reference(tiny(**model), workers=WORKERS)
+    saving = {"save": tmp_path, "load": tmp_path, "save_interval": 2, "use_checkpoint_args": True}
+    arguments = tiny(**model | saving, resihp_inject="kill:3@5")
+    job = jobs.start(arguments, workers=WORKERS, max_restarts=1, script=WISHING, wishes=["hold-0-8"])
+    job.await_event("worker_waiting", waiting=7)
+    job.wish("go_on")
+    check_training(job.wait(), reference)
+    assert job.summary.came_back == (7,)

@@ -25,6 +25,7 @@ from megatron_resihp.control.worker.identity import Identity
 from megatron_resihp.cost.profile import ProfileError, load_profile
 from megatron_resihp.integration.failing import fail
 from megatron_resihp.integration.modes.overlaps import lost_always
+from megatron_resihp.integration.patches.checkpoint_arguments import pop_given
 from megatron_resihp.integration.patches.context import check_sharing
 from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
 from megatron_resihp.integration.patches.identity import identity_of
@@ -86,7 +87,7 @@ def make_wrap_validate_args(switch_on: SwitchOn) -> Callable[[Any], Any]:
                 give_back_nccl()
                 return original(args, defaults)
             without = give_up_overlaps(args)
-            given = vars(with_defaults(args, defaults))
+            given = vars(with_defaults(pop_given(args), defaults))
             derived = DerivedArguments(original, args, defaults)
             examined = examine(original, args, defaults)
             if lines := [*examined.refusals, *data_problems(args)]:
