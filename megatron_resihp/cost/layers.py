@@ -241,7 +241,9 @@ def _widths(arguments: Mapping[str, Any]) -> Widths:
     gated = bool(arguments.get("swiglu") or arguments.get("quick_geglu"))
     grouped = arguments.get("group_query_attention")
     dropout = arguments.get("hidden_dropout", 0.1) > 0
-    fused = arguments.get("attention_backend") not in ("unfused", "local")
+    # Megatron's own attention always has the scores in memory.
+    backend, layers = arguments.get("attention_backend"), arguments.get("transformer_impl")
+    fused = backend not in ("unfused", "local") and layers != "local"
     latent = bool(arguments.get("multi_latent_attention"))
     if arguments.get("moe_latent_size"):
         raise ModelError("moe_latent_size is not modelled")

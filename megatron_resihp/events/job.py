@@ -67,6 +67,7 @@ class Job(Event):
     ends_early: Annotated[bool | None, "the job may end before, with --exit-interval or --exit-duration-in-mins"] = None
     eval_interval: Annotated[int | None, "iterations from one evaluation to the next; null: none"] = None
     save_interval: Annotated[int | None, "iterations from one checkpoint to the next; null: none"] = None
+    non_persistent_save_interval: Annotated[int | None, "likewise of checkpoints that the next ones replace"] = None
     distributed_optimizer: Annotated[bool | None, "replicas share the optimizer's state out"] = None
     strategy: Annotated[str | None, "strategy that plans when workers die"] = None
     plan_wait: Annotated[float | None, "how long a recovery waits for that, in seconds"] = None

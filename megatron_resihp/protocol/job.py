@@ -50,7 +50,8 @@ class JobDescription:
         saves: checkpoints; so it saves as it ends in order.
         train_iters: the last iteration; None: unknown.
         ends_early: --exit-interval may end it before.
-        eval_interval, save_interval: iterations; None: it doesn't.
+        eval_interval, save_interval, non_persistent_save_interval: iterations; None: it doesn't. The last one is of
+            checkpoints that are not persistent.
         tied: the head has the word embeddings, too.
         micro_batch_size, global_batch_size: samples; of the first batch, if they grow.
         batch_steps: see `plan.batch_steps`.
@@ -82,6 +83,7 @@ class JobDescription:
     ends_early: bool = False
     eval_interval: Natural | None = None
     save_interval: Natural | None = None
+    non_persistent_save_interval: Natural | None = None
     tied: bool = False
     micro_batch_size: Positive | None = None
     global_batch_size: Positive | None = None

@@ -44,6 +44,7 @@ def job_described(worker: int, job: JobDescription) -> Job:
         ends_early=job.ends_early,
         eval_interval=job.eval_interval,
         save_interval=job.save_interval,
+        non_persistent_save_interval=job.non_persistent_save_interval,
         tied=job.tied,
         micro_batch_size=job.micro_batch_size,
         global_batch_size=job.global_batch_size,

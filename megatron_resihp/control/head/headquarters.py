@@ -132,6 +132,8 @@ class Headquarters:
         self._server: StoreServer | None = None
         self._connection: StoreClient | None = None
         self._stalls = StallWatch()
+        for fact in () if job.before is None else job.before.facts:
+            self._stalls.note(fact, time.monotonic())
         self._offers = Offers(job.run_dir, job.connected)
         bus.subscribe(lambda event: self._tell_stalls(self._stalls.note(event, time.monotonic())), *FOLLOWED)
         self._closing = threading.Event()

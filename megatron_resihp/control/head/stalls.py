@@ -167,5 +167,9 @@ class StallWatch:
         """What the job does after this iteration beside training."""
         if self._job is None:
             return []
-        every = {EVALUATION: self._job.eval_interval, CHECKPOINT: self._job.save_interval}
-        return [what for what, count in every.items() if count and self._iteration and self._iteration % count == 0]
+        every = [
+            (EVALUATION, self._job.eval_interval), (CHECKPOINT, self._job.save_interval),
+            (CHECKPOINT, self._job.non_persistent_save_interval),
+        ]  # fmt: skip
+        due = [what for what, count in every if count and self._iteration and self._iteration % count == 0]
+        return list(dict.fromkeys(due))

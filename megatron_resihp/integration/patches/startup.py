@@ -206,6 +206,7 @@ def describe_job(job: Job, stand_in: bool | None = None) -> JobDescription:
         ends_early=bool(args.exit_interval or job.minutes),
         eval_interval=args.eval_interval if args.eval_iters else None,
         save_interval=args.save_interval if args.save else None,
+        non_persistent_save_interval=args.non_persistent_save_interval if args.save else None,
         saves=bool(args.save),
         pipeline_last=not args.use_tp_pp_dp_mapping,
         gemm=(

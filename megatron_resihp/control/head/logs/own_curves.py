@@ -15,13 +15,15 @@ from typing import Final
 from megatron_resihp.events.detection import Verdict
 from megatron_resihp.events.epochs import EpochStarted, Reconfiguration, Recovery
 from megatron_resihp.events.event import Event
+from megatron_resihp.events.job import BatchGrown
 from megatron_resihp.events.training import Iteration
 from megatron_resihp.events.workers import WorkerDead
 from megatron_resihp.protocol.logs import LogPage, Scalar, WandbRow
 
-FOLLOWED: Final = (EpochStarted, WorkerDead, Iteration, Recovery, Reconfiguration, Verdict)
+FOLLOWED: Final = (EpochStarted, BatchGrown, WorkerDead, Iteration, Recovery, Reconfiguration, Verdict)
 HEALTHY: Final = 100
-"""The healthy speed is the median of so many iterations, the last ones of the first epoch."""
+"""The healthy speed is the median of so many iterations, the last ones of the first epoch. Where batches grow, it is
+that of the first epoch of the larger ones, and not known if some worker is slow or missing then."""
 
 
 class OwnPage(LogPage):
@@ -37,7 +39,12 @@ class OwnCurves:
 
     def __init__(self, before: Iterable[Iteration] = ()) -> None:
         self._members: frozenset[int] = frozenset()
-        self._first_epoch = True
+        self._all = 0
+        """How many members the first epoch had."""
+        self._healthy_epoch = True
+        """Whether iterations of this epoch show the healthy speed."""
+        self._grown = False
+        """Whether the next epoch is the first one of larger batches."""
         self._iteration = 0
         self._healthy = deque((rate for each in before if (rate := _rate(each)) is not None), maxlen=HEALTHY)
         self._slow: set[int] = set()
@@ -53,7 +60,16 @@ class OwnCurves:
         working = {worker for replica in event.plan["replicas"] for stage in replica["stages"] for worker in stage}
         standbys = {int(worker) for worker in event.plan.get("standbys", {})}
         self._members = frozenset(working | standbys)
-        self._first_epoch = not event.epoch
+        self._all = len(self._members) if not event.epoch else self._all
+        all_well = len(self._members) == self._all and not self._slow
+        self._healthy_epoch = not event.epoch or (self._grown and all_well)
+        self._grown = False
+
+    @note.register
+    def _batch_grown(self, event: BatchGrown) -> None:
+        # A worker does more in the same time where it has more micro-batches.
+        self._healthy.clear()
+        self._grown = True
 
     @note.register
     def _dead(self, event: WorkerDead) -> None:
@@ -83,7 +99,7 @@ class OwnCurves:
         values = {"workers_alive": float(len(self._members)), "slow_workers": float(len(self._slow))}
         if (rate := _rate(event)) is not None:
             values["samples_per_s"] = rate
-            if self._first_epoch:
+            if self._healthy_epoch:
                 self._healthy.append(rate)
             if self._healthy:
                 values["share_of_healthy_speed"] = rate / median(self._healthy)

@@ -12,11 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from made_up_events import made_up
 
 from megatron_resihp.control import exit_codes, keys
 from megatron_resihp.control.coordination.decisions.recorded import UnrecordedError
 from megatron_resihp.control.coordination.requests import Requests
 from megatron_resihp.control.head.headquarters import Headquarters, Job
+from megatron_resihp.control.head.stalls import StallWatch
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.node.mailbox import Ending
 from megatron_resihp.control.transport.address import Address
@@ -95,6 +97,26 @@ def test_a_coordinator_that_can_t_open_its_store_ends_the_job(monkeypatch: pytes
     made.close(ending, HEARD_S)
 
 
+def test_one_that_takes_over_knows_when_the_job_evaluates_and_saves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """Else all of that would be told as a stall."""
+    heard: list[Event] = []
+
+    class Watch(StallWatch):
+        def note(self, event: Event, now: float) -> list[Any]:
+            heard.append(event)
+            return super().note(event, now)
+
+    monkeypatch.setattr("megatron_resihp.control.head.headquarters.StallWatch", Watch)
+    fact = made_up("job", eval_interval=100)
+    lost = SimpleNamespace(take_over=raising(UnrecordedError("another has decided more")))
+    monkeypatch.setattr(Headquarters, "_coordinator", lambda self, store, decisions: lost)
+    made, _, _, ends = begun(tmp_path, before=SimpleNamespace(decisions=None, facts=(fact,)))
+    assert heard == [fact]
+    made.close(ends.get(timeout=HEARD_S), HEARD_S)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_coordinator_that_fails_and_can_not_say_so_leaves_an_end(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
@@ -136,7 +158,7 @@ def test_a_coordinator_that_takes_over_is_found_only_once_no_other_can_decide(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any, another: bool
 ) -> None:
     """Else processes would follow it, and not the one that leads."""
-    before, done, stores = SimpleNamespace(decisions=None), list[str](), list[Any]()
+    before, done, stores = SimpleNamespace(decisions=None, facts=()), list[str](), list[Any]()
 
     def take_over() -> None:
         done.append("take over")

@@ -27,7 +27,7 @@ from megatron_resihp.events.bus import EventBus
 from megatron_resihp.events.detection import Verdict
 from megatron_resihp.events.epochs import EpochStarted, Reconfiguration, Recovery
 from megatron_resihp.events.event import Event
-from megatron_resihp.events.job import LogFailed
+from megatron_resihp.events.job import BatchGrown, LogFailed
 from megatron_resihp.events.training import Iteration
 from megatron_resihp.events.workers import WorkerDead
 from megatron_resihp.protocol.logs import LogPage, LogsWanted, Scalar, TensorBoardWish, WandbWish
@@ -290,6 +290,19 @@ def test_speed_and_workers_after_a_death() -> None:
     assert found["samples_per_s"] == [4.0, 2.0]
     assert found["share_of_healthy_speed"] == [1.0, 0.5]
     assert found["pause_s"] == [1.5]
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_the_healthy_speed_of_larger_batches_is_another(dies: bool) -> None:
+    """It is not known if some worker is missing by then."""
+    grown = BatchGrown(global_batch_size=16, micro_batches=8)
+    dead = [WorkerDead(time=2.5, dead=1, cause="exit signal 9")] if dies else []
+    plan = {**PLAN, "replicas": PLAN["replicas"][:1], "standbys": {"3": [0, 1]}} if dies else PLAN
+    found = points(
+        EpochStarted(epoch=0, plan=PLAN), done(1), done(2), *dead, grown, EpochStarted(epoch=1, plan=plan),
+        done(3, 1.0), done(4, 2.0),
+    )  # fmt: skip
+    assert found["share_of_healthy_speed"] == ([1.0, 1.0] if dies else [1.0, 1.0, 1.0, pytest.approx(2 / 3)])
 
 
 def test_slow_workers_and_changes_of_plan() -> None:

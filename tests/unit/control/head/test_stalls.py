@@ -71,6 +71,16 @@ def test_larger_batches_are_no_stall() -> None:
     assert run.told[0].usual_s == pytest.approx(1.6)
 
 
+def test_checkpoints_that_are_not_kept_are_none() -> None:
+    """Megatron's --non-persistent-save-interval; they may coincide with those that are kept."""
+    run = Run(save_interval=20, non_persistent_save_interval=5)
+    for seconds in (20.0, 20.0, 20.0, 25.0):
+        run.step(5)
+        run.wait(seconds)
+    run.step()
+    assert run.told == []
+
+
 def test_the_checkpoint_of_a_job_whose_time_is_up_is_none() -> None:
     run = Run(ends_early=True)
     run.step(19)
