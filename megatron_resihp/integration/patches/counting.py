@@ -6,6 +6,7 @@ counts that gives replicas their own learning rate and cursor. So while train() 
 counting code sees is 1 and the number of micro-batches is that of the global batch (DESIGN contract 2).
 """
 
+import argparse
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ from megatron_resihp.integration.patches import prediction_metrics
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.step.loss_scale import move_scale, restore_scale, scale_of
 from megatron_resihp.integration.trained import Trained, parts_of
+from megatron_resihp.plan import data_parallel_of
 from megatron_resihp.plan.batch_steps import size_at
 from megatron_resihp.protocol.records import Outcome
 
@@ -270,3 +272,14 @@ def wrap_flops(runtime: Runtime, original: Callable[..., float]) -> Callable[...
         return operations
 
     return num_floating_point_operations
+
+
+def wrap_theoretical_memory(runtime: Runtime, original: Callable[..., None]) -> Callable[..., None]:
+    """Megatron's estimate, which it prints once, is of the job's replicas and not of one that runs everything."""
+
+    def report_theoretical_memory(args: Any, num_microbatches: int | None = None, verbose: bool = False) -> None:
+        replicas = data_parallel_of(runtime.view.plan)
+        as_it_is = argparse.Namespace(**vars(args) | {"data_parallel_size": replicas})
+        original(as_it_is, num_microbatches and num_microbatches // replicas, verbose)
+
+    return report_theoretical_memory

@@ -210,6 +210,12 @@ def training_patches(runtime: Runtime, release: Release) -> list[Patch]:
             "carries loss totals over a recovery",
         ),
         Patch(
+            f"{TRAINING}:report_theoretical_memory",
+            partial(counting.wrap_theoretical_memory, runtime),
+            ("args", "num_microbatches", "verbose"),
+            "is of the job's replicas",
+        ),
+        Patch(
             "megatron.training.wandb_utils:on_save_checkpoint_success",
             lambda original: runtime.log.note_saved,
             ("checkpoint_path", "tracker_filename", "save_dir", "iteration"),

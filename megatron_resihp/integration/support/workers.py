@@ -22,10 +22,12 @@ what it tells, which process reads its data, how long it waits, when it cleans u
 IN_STEP: frozenset[str] = frozenset(
     """
     log_interval log_progress log_timers_to_tensorboard tensorboard_dir tensorboard_log_interval wandb_project
+
+    exit_duration_in_mins
     """.split()
 )
-"""Arguments that change nothing but in which iterations all workers meet to log, which they look up each time, and what
-is logged by whoever logs: a worker that was started with others takes the job's."""
+"""Arguments that change nothing but in which iterations all workers meet to log, which they look up each time, what is
+logged by whoever logs, and when the job ends: a worker that was started with others takes the job's."""
 
 AT_START: frozenset[str] = frozenset(
     """

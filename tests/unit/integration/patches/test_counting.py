@@ -23,11 +23,13 @@ from megatron_resihp.integration.patches.counting import (
     restore_counters,
     snapshot_counters,
     wrap_flops,
+    wrap_theoretical_memory,
     wrap_training_log,
 )
 from megatron_resihp.integration.progress import Progress, Tally
 from megatron_resihp.integration.step.step import COUNTERS_FROM, LOSSES_FROM, note_counters
 from megatron_resihp.integration.trained import Trained
+from megatron_resihp.plan import ParallelPlan, Replica
 
 
 @pytest.fixture(autouse=True)
@@ -249,3 +251,15 @@ def test_totals_are_tensors_again_after_a_recovery_whatever_their_shape(monkeypa
     wrap_training_log(worker, lambda loss, totals, **kwargs: seen.update(totals))({}, {})
     assert seen.pop("advanced iterations") == 1
     assert {name: value.item() for name, value in seen.items()} == {"lm loss": 2.0, "mtp_1 loss": 3.0}
+
+
+def test_the_estimate_of_memory_is_of_the_jobs_replicas() -> None:
+    """While Megatron counts as if one of them ran all micro-batches."""
+    plan = ParallelPlan(tuple(Replica(((worker,),), (worker, worker + 4)) for worker in range(4)))
+    runtime: Any = SimpleNamespace(view=SimpleNamespace(plan=plan))
+    args, reported = SimpleNamespace(data_parallel_size=1, hidden_size=8), list[Any]()
+    report = wrap_theoretical_memory(runtime, lambda *given: reported.append(given))
+    report(args, num_microbatches=8, verbose=True)
+    [(seen, micro_batches, verbose)] = reported
+    assert (seen.data_parallel_size, seen.hidden_size, micro_batches, verbose) == (4, 8, 2, True)
+    assert args.data_parallel_size == 1
