@@ -29,16 +29,19 @@ SCHEDULE: dict[str, Any] = {"global_batch_size": None, "step_batch_size_schedule
 
 
 @pytest.mark.nightly
-def test_a_schedule_of_one_size_trains_as_that_size_does(jobs: Jobs, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("schedule", "iterations"), [(SCHEDULE, 11), ({}, 10)], ids=["schedule", "samples alone"])
+def test_a_schedule_of_one_size_trains_as_that_size_does(
+    jobs: Jobs, tmp_path: Path, schedule: dict[str, Any], iterations: int
+) -> None:
     """Worker 3 dies, the others run one replica of unlike stages, and then two workers the job's own layout."""
     plans = [ParallelPlan((Replica(stages([2], [1, 0]), (0, 1, 2, 3), chunks(1, 4)),), {})]
     plans += [ParallelPlan((Replica(stages([0, 1]), (0, 1, 2, 3), chunks(4)),), {})]
-    model = SAMPLES | SCHEDULE
+    model = SAMPLES | schedule
     words = ask_for(tmp_path, *plans, every=3)
     job = jobs.run(tiny(**model, resihp_plan=words, resihp_inject="kill:3@1:backward"), workers=4)
     expected = stock_steps(jobs, 4, **model)
     check_like_stock(job, expected)
-    assert len(expected) == 11
+    assert len(expected) == iterations
     assert are_heterogeneous(job) == [False, False, True, False]
     # The control: with a rate that doesn't decay, losses are others.
     constant = jobs.run(tiny(**model | {"lr_decay_style": "constant"}), workers=4)
