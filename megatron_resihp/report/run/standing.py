@@ -28,7 +28,7 @@ COORDINATOR_LOST: Final = "coordinator lost"
 UNKNOWN: Final = "unknown"
 
 STALLED_AFTER: Final = 3.0
-"""A run without a finished iteration for this many usual iteration times is stalled."""
+"""A run without a finished iteration for this many usual iteration times is stalled, where its launcher is silent."""
 LEAST_S: Final = 5.0
 """The least time without a step that counts as a stall."""
 CLOCKS_APART_S: Final = 60.0
@@ -65,8 +65,12 @@ def standing(summary: RunSummary, launcher: Launcher, now: float) -> Standing:
         return Standing(LEADERLESS, silent_s)
     if launcher in (Launcher.GONE, Launcher.AWAITED):
         return Standing(ENDED, silent_s)
+    if launcher is Launcher.ANSWERS:
+        # It watches for stalls, and knows what else may take longer: an evaluation, a checkpoint.
+        stalled = any(stall.iteration == summary.iterations and not stall.over for stall in summary.stalls)
+        return Standing(STALLED if stalled else RUNNING, silent_s)
     on_time = usual_s is not None and silent_s <= max(STALLED_AFTER * usual_s, LEAST_S)
-    if on_time or (usual_s is None and launcher is Launcher.ANSWERS):
+    if on_time:
         return Standing(RUNNING, silent_s)
     return Standing(UNKNOWN if launcher is Launcher.UNKNOWN else STALLED, silent_s)
 

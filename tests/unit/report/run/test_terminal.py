@@ -74,7 +74,7 @@ def test_what_survivors_have_saved_whole_has_a_command_to_go_on_from_it(syntheti
     ("launcher", "later_s", "begins"),
     [
         (Launcher.ANSWERS, 0.4, "Running (last step 400 ms ago): iteration 12 of 40;"),
-        (Launcher.ANSWERS, 26.0, "STALLED (last step 26.0 s ago, usually one takes 1"),
+        (Launcher.ANSWERS, 26.0, "Running (last step 26.0 s ago): iteration 12 of 40;"),
         (Launcher.SILENT, 26.0, "STALLED (last step 26.0 s ago, usually one takes 1"),
         (Launcher.GONE, 0.4, "ENDED WITHOUT A WORD (last step 400 ms ago): iteration 12 of 40;"),
         (Launcher.AWAITED, 26.0, "WITHOUT A COORDINATOR, waiting for another (last step 26.0 s ago): iteration 12 "),
@@ -91,6 +91,19 @@ def test_a_run_without_an_end_runs_or_is_stalled_or_has_ended(
     summary = with_standing(summarize(run.events), launcher, run.now + later_s)
     assert page(summary).startswith(begins)
     assert RunSummary.from_json(summary.to_json()) == summary
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_run_is_stalled_when_its_launcher_says_so(synthetic_run: Callable[..., Any], over: bool) -> None:
+    """It does not where a checkpoint is written, which may take long."""
+    run = synthetic_run()
+    run.step(12, seconds=1.0)
+    run.write("stall", iteration=12, seconds=3.0, usual_s=1.0, over=False)
+    if over:
+        run.write("stall", iteration=12, seconds=9.0, usual_s=1.0, over=True)
+        run.step(1, seconds=1.0)
+    summary = with_standing(summarize(run.events), Launcher.ANSWERS, run.now + 26.0)
+    assert page(summary).startswith("Running (last step " if over else "STALLED (last step 26.0 s ago, usually one ")
 
 
 def test_a_run_that_has_done_no_iteration_yet_runs_as_long_as_its_launcher_answers(
