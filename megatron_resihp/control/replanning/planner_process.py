@@ -53,7 +53,10 @@ class PlannerProcess:
             try:
                 if line := self._answer(request, deadline):
                     return PLANNER_ANSWERS.read(line.decode(errors="replace")).body
-                reason = f"no plan within {timeout_s:g} s"
+                if self._closed:
+                    return NoPlan("the job is ending", unanswered=True)
+                late = time.monotonic() >= deadline
+                reason = f"no plan within {timeout_s:g} s" if late else "the planner's process has ended"
             except MalformedError as error:
                 reason = str(error)
             except Exception as error:  # whatever it is, there are plans that need no planner

@@ -152,11 +152,11 @@ class Replanner:
         self._to_plan = None
         strategy = FOR_LOOKING_ON if self._facts.strategy == UNIFORM else self._facts.strategy
         answer = self._planners.by_choice(strategy, self._facts, asked.plan)
-        if isinstance(answer, NoPlan):
-            self._tell(told.NoPlan(reason=answer.reason))
         # Verdicts come in groups: those that have come meanwhile may make this answer worthless.
         if self._hear_all():
             assert self._policy is not None
+            if isinstance(answer, NoPlan):
+                self._tell(told.NoPlan(reason=answer.reason))
             self._do(self._policy.answered(asked.number, answer, time.monotonic()))
 
     def _hear_all(self) -> bool:

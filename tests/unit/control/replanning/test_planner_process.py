@@ -99,6 +99,13 @@ def test_one_that_is_closed_is_not_started_again(planner: PlannerProcess) -> Non
     assert planner.ask(request(), WAIT_S) == NoPlan("the job is ending", unanswered=True)
 
 
+def test_one_that_ends_before_its_answer_is_told_from_one_that_is_late(
+    planner: PlannerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner_process, "_read_line", lambda process, deadline: b"")
+    assert planner.ask(request(), WAIT_S) == NoPlan("the planner's process has ended", unanswered=True)
+
+
 def test_an_answer_that_takes_too_long_is_not_the_planners(planner: PlannerProcess) -> None:
     assert planner.ask(request(), 0.0) == NoPlan("no plan within 0 s", unanswered=True)
     assert no_plan(planner, request()), "it has been started again"
