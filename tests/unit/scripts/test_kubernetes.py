@@ -177,6 +177,18 @@ def test_a_new_node_0_looks_for_a_state_once_survivors_have_saved_it(pods: Pods)
     assert not beat.exists()
 
 
+def test_a_new_node_0_waits_for_a_survivor_that_is_just_saying_that_it_is_there(pods: Pods) -> None:
+    """Its file is empty for a moment."""
+    assert pods.code(0, "exit 0") == 0
+    beat = pods.run_dir / "nodes" / "1"
+    beat.touch()
+    replacement = pods.run(0, "exit 0", BEATS_S="2")
+    with pytest.raises(subprocess.TimeoutExpired):
+        replacement.communicate(timeout=1.0)
+    beat.unlink()
+    assert replacement.wait(WAIT_S) == 0
+
+
 def test_a_new_node_0_does_not_wait_for_nodes_that_were_killed(pods: Pods) -> None:
     (pods.run_dir / "nodes").mkdir(parents=True)
     (pods.run_dir / "nodes" / "1").write_text("300\n")
