@@ -168,6 +168,12 @@ class TestActivations:
         assert sum(part.token_bytes for part in layer.parts) == 34 * 512
         assert sum(part.square_bytes for part in layer.parts) == 5 * 8
 
+    @pytest.mark.parametrize(("layers", "scores"), [("local", 5 * 8), ("transformer_engine", 0)])
+    def test_megatrons_own_attention_keeps_its_scores(self, layers: str, scores: int) -> None:
+        """Whatever backend it is told."""
+        layer = model_from_arguments({**GPT, "bf16": True, "transformer_impl": layers}).layers[1]
+        assert sum(part.square_bytes for part in layer.parts) == scores
+
     def test_what_tensor_parallel_members_share_without_sequence_parallelism(self) -> None:
         """Section 4.1: sbh (10 + 24/t)."""
         parts = model_from_arguments({**GPT, "bf16": True}).layers[1].parts
