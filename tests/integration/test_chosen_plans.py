@@ -54,7 +54,13 @@ def test_a_strategys_plan_that_fails_is_left_for_uniform_plans(jobs: Jobs) -> No
         "num_layers": 4, "global_batch_size": 8, "train_iters": 12, "tensor_model_parallel_size": 2,
         "pipeline_model_parallel_size": 2,
     }  # fmt: skip
-    arguments = tiny(**model, resihp_emulate="h800", resihp_strategy="joint", resihp_inject=["kill:5@6:backward"])
+    arguments = tiny(
+        **model,
+        resihp_emulate="h800",
+        resihp_strategy="joint",
+        resihp_plan_wait=60,
+        resihp_inject=["kill:5@6:backward"],
+    )
     job = jobs.start(
         arguments, workers=8, script=WISHING, wishes=["error-degree-1", "error-degree-3", "error-degree-4"]
     ).wait(240.0)  # fmt: skip
