@@ -42,8 +42,8 @@ from recipe_runs.shrinking.grid import (
 from recipe_runs.shrinking.schedule import batch_in
 from recipe_runs.shrinking.shrink import Shrunk
 
-RUN_S: Final = 120.0
-"""How long a run may take."""
+RUN_S: Final = 240.0
+"""How long a run may take. On slow cores one of 8 workers takes over 120."""
 SCRIPT: Final = Path(__file__).with_name("logged_gpt.py")
 ERROR: Final = re.compile(r"(resihp: |[\w.]*(Error|Exception|Broken|Assertion)\w*(:|$))")
 LONGEST: Final = 300
