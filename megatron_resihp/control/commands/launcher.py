@@ -381,8 +381,8 @@ def _tell_last_save(run_dir: Path, since: float) -> None:
 
 def _tell_result(run_dir: Path, ending: Ending) -> None:
     """The job's exit code, and why, for scripts that can't tell node 0's launcher from others."""
-    try:
-        (run_dir / REASON).write_text(f"{ending.reason}\n")
-        (run_dir / RESULT).write_text(f"{ending.code}\n")  # last: scripts wait for it
-    except OSError as error:
-        warn(f"resihp: {error.filename} can't be written ({error.strerror})")
+    for name, text in ((REASON, ending.reason), (RESULT, ending.code)):  # the code last: scripts wait for it
+        try:
+            (run_dir / name).write_text(f"{text}\n")
+        except OSError as error:
+            warn(f"resihp: {run_dir / name} can't be written ({error.strerror})")

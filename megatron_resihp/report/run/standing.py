@@ -28,7 +28,7 @@ COORDINATOR_LOST: Final = "coordinator lost"
 UNKNOWN: Final = "unknown"
 
 STALLED_AFTER: Final = 3.0
-"""A run without a finished iteration for this many usual iteration times is stalled, where its launcher is silent."""
+"""Where the launcher does not answer, a run that finishes no iteration in so many usual iteration times is stalled."""
 LEAST_S: Final = 5.0
 """The least time without a step that counts as a stall."""
 CLOCKS_APART_S: Final = 60.0

@@ -629,8 +629,8 @@ class TestEnd:
             job.tell(TrainingFinished(1, iteration=20))
         [end] = [action for worker in range(4) for action in job.tell(ScriptEnded(worker)) if isinstance(action, End)]
         assert end.code == (143 if how == "stop" else 0)
-        reasons = {"trained": "finished", "ends_early": "stopped by its own flags after iteration 0 of 20"}
-        assert end.reason == reasons.get(how, end.reason)
+        by_flags = end.reason == "stopped by its own flags after iteration 0 of 20"
+        assert by_flags == (how == "ends_early") and (end.reason == "finished") == (how == "trained")
 
     def test_standbys_and_dead_are_not_waited_for(self) -> None:
         job = Job().start().recover([0])
