@@ -53,6 +53,7 @@ class Samples(Event):
     micro_batches: Annotated[
         tuple[int, ...] | None, "the replica's micro-batches, as indices into the global batch"
     ] = None
+    consumed: Annotated[int | None, "samples of the data set that all earlier iterations have consumed"] = None
 
 
 @event("checkpoint", written_by="the reporting worker")

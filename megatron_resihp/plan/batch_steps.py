@@ -18,12 +18,12 @@ def size_at(steps: Steps, consumed: int) -> int:
     return next(size for first, size in reversed(steps) if first <= consumed)
 
 
-def consumed_before(steps: Steps, iteration: int) -> int:
-    """Samples that a job from sample 0 has consumed before an iteration; the first one is 1."""
-    left = iteration - 1
-    for consumed, size, count in _stretches(steps):
+def consumed_after(steps: Steps, iterations: int, consumed: int = 0) -> int:
+    """Samples that a job has consumed so many iterations after it had consumed `consumed`."""
+    left = iterations
+    for reached, size, count in _stretches(steps, consumed):
         if left <= count:
-            return consumed + left * size
+            return reached + left * size
         left -= count
     raise AssertionError("the last step has no end")
 
@@ -39,9 +39,8 @@ def iterations_until(steps: Steps, samples: int) -> int:
     raise AssertionError("the last step has no end")
 
 
-def _stretches(steps: Steps) -> Iterator[tuple[int, int, int]]:
-    """Of each step: samples consumed before it, its size, and its number of iterations."""
-    consumed = 0
+def _stretches(steps: Steps, consumed: int = 0) -> Iterator[tuple[int, int, int]]:
+    """Of each step, from that sample on: samples consumed before it, its size, and its number of iterations."""
     for (_, size), (following, _) in pairwise(steps):
         count = max(-(-(following - consumed) // size), 0)
         yield consumed, size, count

@@ -77,11 +77,13 @@ class Planners:
         request = self._request(strategy, facts.known(), plan, plan.members)
         return self._named(self._by_choice.ask(request, BY_CHOICE_S), plan.members)
 
-    def plan_ahead(self, facts: JobFacts) -> bool:
-        """Make a plan for the next loss that is likely; False: there is none to plan for."""
+    def plan_ahead(self, facts: JobFacts) -> PlannerAnswer | None:
+        """Make a plan for the next loss that is likely; None: there is none to plan for. Where the planner fails, that
+        was the last one until the next epoch.
+        """
         lost = self._precomputed.next_loss()
         if lost is None or facts.plan is None:
-            return False
+            return None
         alive = [worker for worker in facts.plan.members if worker not in lost]
         # The same question as in a recovery; its answer is about slots, too.
         request = self._request(facts.strategy, facts.known(), facts.plan, alive)
@@ -90,7 +92,7 @@ class Planners:
             self._precomputed.give_up()
         else:
             self._precomputed.keep(request, answer)
-        return True
+        return answer
 
     def rehearse(self, facts: JobFacts) -> None:
         """Plan for this job's first plan with a slow worker and with a dead one, while workers build the model.

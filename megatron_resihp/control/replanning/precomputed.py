@@ -108,6 +108,8 @@ class PrecomputedPlans:
         self._copies_experts = False
         self._epoch: int | None = None
         """The epoch of that plan; None once it is about to end."""
+        self._given_up = False
+        """Whether the planner failed to answer about that plan."""
         self._trains = False
         self._learned: float | None = None
         self._losses: Iterator[Loss] = iter(())
@@ -129,6 +131,7 @@ class PrecomputedPlans:
                 self._epoch, self._plan = event.epoch, ParallelPlan.from_dict(event.plan)
                 self._copies_experts = bool(event.copies_experts)
                 self._answers = {}
+                self._given_up = False
             case EpochBroken() | PlanChange():
                 # What was answered is kept: the recovery that may follow asks about this plan.
                 self._stop()
@@ -153,12 +156,12 @@ class PrecomputedPlans:
         return self._answers.get(_key(request))
 
     def give_up(self) -> None:
-        """Ask no more in this job."""
-        self._own = None
-        self._stop()
+        """Ask no more about this plan: the planner may take as long for the next loss, or end again."""
+        self._given_up = True
+        self._losses = iter(())
 
     def _begin(self) -> None:
-        if self._trains and self._own is not None and self._plan is not None:
+        if self._trains and not self._given_up and self._own is not None and self._plan is not None:
             state = self._distributed, self._copies_experts
             self._losses = islice(likely_losses(self._plan, self._own, *self._sizes, *state), MOST_SEARCHES)
 

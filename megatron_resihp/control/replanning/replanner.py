@@ -78,6 +78,7 @@ class Replanner:
         self._to_take_in = False
         """Whether joining workers may have work in a plan that is made now."""
         self._failed = False
+        self._closing = False
         self._news: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="resihp-policy", daemon=True)
         self._thread.start()
@@ -92,6 +93,7 @@ class Replanner:
 
     def close(self, timeout_s: float) -> None:
         """End thread and processes."""
+        self._closing = True
         self._news.put(None)
         self._planners.close()
         self._thread.join(timeout_s)
@@ -120,8 +122,9 @@ class Replanner:
 
     def _next_news(self) -> Event | None:
         """Waits for it; meanwhile losses are planned for, one by one, so that news waits for one search at most."""
-        while self._news.empty() and self._planners.plan_ahead(self._facts):
-            pass
+        while self._news.empty() and (answer := self._planners.plan_ahead(self._facts)) is not None:
+            if isinstance(answer, NoPlan) and answer.unanswered and not self._closing:
+                self._tell(told.NoPlan(reason=f"none is made ahead of losses until the next epoch: {answer.reason}"))
         return self._news.get()
 
     def _follow(self, event: Event) -> None:

@@ -115,6 +115,7 @@ def _record_samples(runtime: Runtime) -> None:
         runtime.control.event(Samples(
             epoch=runtime.epoch, iteration=progress.iteration, replica=view.replica,
             samples=tuple((first, last) for first, last in _ranges(counted)), micro_batches=view.counted,
+            consumed=runtime.job.args.consumed_train_samples,
         ))  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from megatron_resihp.events.nonfinite import jsonable
-from megatron_resihp.plan.batch_steps import Steps, consumed_before
+from megatron_resihp.plan.batch_steps import Steps, consumed_after
 from megatron_resihp.report.run.epochs import PlanInForce
 from megatron_resihp.report.run.recoveries import Death, Recovery
 
@@ -36,12 +36,15 @@ class Job:
     micro_batches: int | None = None
     seq_length: int | None = None
     batch_steps: Steps = ()
+    consumed_at_start: int | None = None
+    """Samples that earlier runs had consumed, perhaps with other batch sizes; None: the log doesn't tell."""
 
     def samples_before(self, iteration: int) -> int:
-        """How many samples all earlier iterations have."""
-        if self.batch_steps:
-            return consumed_before(self.batch_steps, iteration)
-        return (iteration - 1) * self.global_batch_size
+        """How many samples all iterations before this one have; it is one of this run's, or the one that follows."""
+        steps = self.batch_steps or ((0, self.global_batch_size),)
+        if self.consumed_at_start is None:
+            return consumed_after(steps, iteration - 1)
+        return consumed_after(steps, iteration - 1 - self.first_iteration, self.consumed_at_start)
 
 
 @dataclass(frozen=True)

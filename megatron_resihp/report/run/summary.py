@@ -67,7 +67,7 @@ def summarize(
     run = _last_run([event for event in events if not isinstance(event, UnknownEvent)])
     job = _job(run)
     steps = applied_steps(run, job.global_batch_size if job else None)
-    job = _with_start(job, steps)
+    job = _with_start(job, steps, _all(run, Samples))
     deaths, recoveries = find_deaths(run, steps)
     finish, checkpoint = _last(run, RunFinished), _last(run, Checkpoint)
     loss_name = next((name for step in steps for name in step.loss), None)
@@ -173,9 +173,13 @@ def _job(events: Sequence[Event]) -> Job | None:
     )  # fmt: skip
 
 
-def _with_start(job: Job | None, steps: Sequence[Step]) -> Job | None:
-    """`job` with the iteration that it began after: Megatron loads checkpoints only after the job event is written."""
-    return replace(job, first_iteration=steps[0].iteration - 1) if job and steps else job
+def _with_start(job: Job | None, steps: Sequence[Step], fed: Iterable[Samples]) -> Job | None:
+    """`job` with what was before its first iteration: Megatron loads checkpoints after the job event is written."""
+    if job is None or not steps:
+        return job
+    first = steps[0].iteration
+    consumed = next((each.consumed for each in fed if each.iteration == first), None)
+    return replace(job, first_iteration=first - 1, consumed_at_start=consumed)
 
 
 def _last_iteration(job: Job | None, steps: Sequence[Step]) -> int:

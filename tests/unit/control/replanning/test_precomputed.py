@@ -138,12 +138,15 @@ class TestWhen:
         found.note(ITERATION, 1.0)
         assert not asked(found)
 
-    def test_no_more_once_given_up(self) -> None:
+    def test_no_more_about_a_plan_once_given_up(self) -> None:
         found = told(JOB, STARTED, ITERATION)
         found.give_up()
-        for event in (VERDICT, STARTED, ITERATION):
+        for event in (VERDICT, ITERATION, VERDICT):
             found.note(event, 1.0)
             assert not asked(found)
+        found.note(STARTED, 1.0)
+        found.note(ITERATION, 1.0)
+        assert asked(found)
 
     def test_no_more_than_so_many(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(precomputed, "MOST_SEARCHES", 3)

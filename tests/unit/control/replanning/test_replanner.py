@@ -377,15 +377,36 @@ def test_news_is_followed_before_the_next_loss(desk: Desk) -> None:
     assert others == [without() | slow, without(0) | slow, without(1) | slow, without(2) | slow, without(3)]
 
 
-def test_a_planner_that_has_ended_is_left_alone(desk: Desk) -> None:
+def test_a_planner_that_has_ended_is_left_alone_until_the_next_plan(desk: Desk) -> None:
     desk.answer_ahead = lambda request: NoPlan("no plan within 600 s", unanswered=True)
     desk.train(replicas(0, 1, 2, 3))
     assert desk.speeds_ahead(1) == [without(0)]
+    told = desk.events.get(timeout=WAIT_S)
+    assert isinstance(told, policy_events.NoPlan) and "made ahead" in told.reason
     desk.bus.publish(verdict(3))
     assert desk.speeds_ahead(1) == [without() | {3: 0.5}], "the policy asks"
     desk.events.get(timeout=WAIT_S)  # it has no plan
+    desk.answer_ahead = replicas_of_the_living
+    desk.train(replicas(0, 1, 2))
+    assert desk.speeds_ahead(1)[0].keys() == {1, 2}, "what is planned for is the loss of worker 0"
     desk.replanner.close(WAIT_S)
-    assert desk.asked_ahead.empty()
+
+
+def test_nothing_is_said_of_a_plan_that_the_jobs_end_cuts_off(desk: Desk) -> None:
+    asked, ended = threading.Event(), threading.Event()
+
+    def answer_ahead(request: PlannerRequest) -> PlannerAnswer:
+        asked.set()
+        assert ended.wait(WAIT_S)
+        return NoPlan("the job is ending", unanswered=True)
+
+    desk.answer_ahead = answer_ahead
+    desk.train(replicas(0, 1, 2, 3))
+    assert asked.wait(WAIT_S)
+    desk.replanner.close(0.0)
+    ended.set()
+    desk.replanner.close(WAIT_S)
+    assert desk.events.empty()
 
 
 def test_nothing_is_made_ahead_for_uniform_plans(desk: Desk) -> None:

@@ -14,7 +14,7 @@ from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatch
 from megatron.training.training import update_train_iters
 
 from megatron_resihp.integration.support.batches import batch_steps, iterations_of, steps_of
-from megatron_resihp.plan.batch_steps import Steps, consumed_before, size_at
+from megatron_resihp.plan.batch_steps import Steps, consumed_after, size_at
 
 SEQUENCE = 8
 
@@ -49,7 +49,7 @@ def test_batches_have_the_sizes_that_megatron_gives_them(more: list[tuple[int, i
     assert len({size for _, size in found}) == len(found), "what changes nothing is no step"
     consumed = list(accumulate(sizes, initial=0))
     assert [size_at(found, each) for each in consumed[:-1]] == sizes
-    assert [consumed_before(found, iteration) for iteration in range(1, len(consumed) + 1)] == consumed
+    assert [consumed_after(found, iteration - 1) for iteration in range(1, len(consumed) + 1)] == consumed
     values = {"train_samples": samples, "train_iters": None, "seq_length": SEQUENCE, "global_batch_size": first}
     assert iterations_of({**values, "step_batch_size_schedule": schedule}) == len(sizes)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import given, settings
@@ -92,9 +93,9 @@ def test_a_run_of_random_attempts_is_counted_by_what_was_agreed(run: tuple[int, 
     assert summary.samples_lost == sum(1 for sample in range(last * batch) if sample not in times)
 
 
-def _step(iteration: int, epoch: int, first: int, last: int) -> list[Event]:
+def _step(iteration: int, epoch: int, first: int, last: int, consumed: int | None = None) -> list[Event]:
     return [
-        Samples(iteration=iteration, epoch=epoch, samples=((first, last),)),
+        Samples(iteration=iteration, epoch=epoch, samples=((first, last),), consumed=consumed),
         Iteration(iteration=iteration, epoch=epoch),
     ]
 
@@ -120,6 +121,22 @@ def test_samples_swapped_between_iterations_show() -> None:
 def test_a_job_that_starts_from_a_checkpoint_owes_only_what_comes_after() -> None:
     summary = summarize([JOB, *_step(2, 0, 4, 7)])
     assert (summary.samples_consumed, summary.samples_lost) == (4, 0)
+
+
+def test_a_checkpoint_of_other_batches_is_gone_on_from() -> None:
+    """Forty iterations of 2 samples have been; a sample that is skipped then is lost all the same."""
+    right = [*_step(41, 0, 80, 83, consumed=80), *_step(42, 0, 84, 87, consumed=84)]
+    summary = summarize([JOB, *right])
+    assert (summary.samples_consumed, summary.samples_lost, summary.samples_out_of_place) == (8, 0, 0)
+    skipped = _step(41, 0, 84, 87, consumed=80)
+    summary = summarize([JOB, *skipped])
+    assert (summary.samples_lost, summary.samples_out_of_place) == (4, 4)
+
+
+def test_batches_grow_from_what_a_checkpoint_had_consumed() -> None:
+    grows = replace(JOB, batch_steps=((0, 2), (6, 4)))
+    summary = summarize([grows, *_step(6, 0, 5, 6, consumed=5), *_step(7, 0, 7, 10, consumed=7)])
+    assert (summary.samples_consumed, summary.samples_lost, summary.samples_out_of_place) == (6, 0, 0)
 
 
 def test_nothing_is_claimed_about_samples_that_were_not_recorded() -> None:

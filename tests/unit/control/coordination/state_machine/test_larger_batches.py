@@ -9,7 +9,7 @@ import pytest
 from test_membership import UNLIKE, Job, events, notices, only
 
 from megatron_resihp.control.coordination.actions import Phase
-from megatron_resihp.plan.batch_steps import Steps, consumed_before
+from megatron_resihp.plan.batch_steps import Steps, consumed_after
 from megatron_resihp.protocol.messages import FirstStepFailed, GroupsPrepared
 from megatron_resihp.protocol.notices import EpochIsBroken, PlanChange
 from megatron_resihp.protocol.published import EpochPlan
@@ -24,7 +24,7 @@ class Growing(Job):
     def record(self, worker: int) -> Record:
         record = super().record(worker)
         consumed = {
-            n: {**known, "consumed_train_samples": consumed_before(STEPS, n)} for n, known in record.counters.items()
+            n: {**known, "consumed_train_samples": consumed_after(STEPS, n - 1)} for n, known in record.counters.items()
         }
         return replace(record, counters=consumed)
 
