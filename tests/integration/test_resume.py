@@ -15,6 +15,8 @@ from megatron_resihp.detector.judging.learned import load
 
 LEARNED, AGAIN = 60, 15
 SAVED = 4
+LARGER = 8
+"""Samples of a batch; elsewhere they are 4."""
 MUP: dict[str, Any] = {"use_mup": True, "mup_base_hidden_size": 16, "lr": "1e-2", "min_lr": "1e-3", "train_iters": 10}
 MUON: dict[str, Any] = {
     "optimizer": "muon", "muon_tp_mode": "blockwise", "muon_fp32_matmul_prec": "high", "lr": "1e-2", "min_lr": "1e-3",
@@ -65,3 +67,16 @@ def test_a_death_does_not_change_what_the_optimizer_has_from_the_checkpoint(
     job = jobs.run(tiny(**resumed, resihp_inject="kill:1@6:backward"), workers=2)
     assert job.code == 0 and job.summary.deaths, job.tails()
     assert undisturbed.summary.loss and job.summary.loss == pytest.approx(undisturbed.summary.loss, rel=FP32.loss)
+
+
+@pytest.mark.nightly
+def test_samples_are_counted_on_from_a_checkpoint_of_smaller_batches(jobs: Jobs, tmp_path: Path) -> None:
+    """Iterations of other sizes don't look like samples that were lost or come twice."""
+    saved = jobs.run(tiny(save=tmp_path, save_interval=SAVED, exit_interval=SAVED), workers=2)
+    assert saved.code == 0, saved.tails()
+    resumed = {"load": tmp_path, "override_opt_param_scheduler": True, "global_batch_size": LARGER}
+    job = jobs.run(tiny(**resumed, resihp_inject="kill:1@6:backward"), workers=2)
+    assert job.code == 0 and job.summary.deaths, job.tails()
+    found = job.summary
+    assert found.samples_consumed == (found.iterations - SAVED) * LARGER
+    assert (found.samples_lost, found.samples_applied_twice, found.samples_out_of_place) == (0, 0, 0)
