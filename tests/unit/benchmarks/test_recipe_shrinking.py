@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,7 @@ def test_nothing_is_drawn_that_stock_megatron_would_draw_otherwise() -> None:
 
 
 OFFICIAL = Path(os.environ.get("RESIHP_RECIPES") or "no-such-file")
+"""Of Megatron 0.19; 0.18 refuses two of them."""
 
 
 def test_megatron_accepts_what_recipes_shrink_to(repository: Path, tmp_path: Path) -> None:
@@ -162,7 +164,8 @@ def test_megatron_accepts_what_recipes_shrink_to(repository: Path, tmp_path: Pat
     recipes = [{"name": grid, "args": f"{DENSE} {grid}".split()} for grid in grids]
     file = tmp_path / "recipes.json"
     file.write_text(json.dumps(recipes))
-    for each in filter(Path.exists, (file, OFFICIAL)):
+    files = (file, OFFICIAL) if version("megatron-core").startswith("0.19.") else (file,)
+    for each in filter(Path.exists, files):
         command = [sys.executable, repository / "benchmarks" / "recipe_runs" / "validate.py", each]
         finished = subprocess.run(command, capture_output=True, text=True, timeout=100)
         assert finished.returncode == 0, finished.stderr
