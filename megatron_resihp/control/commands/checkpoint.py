@@ -30,7 +30,7 @@ RELEASE: Final = "release"
 EPILOG = """\
 A job script that may be started again adds the flags to those of the job, whose --load is overruled:
 
-  resihp emergency "$RUN_DIR" || true
+  resihp emergency "$RUN_DIR" || (($? == 1)) || exit 2
   FOUND=$(resihp checkpoint "$RUN_DIR" --newer-than "$CHECKPOINTS" --flags) || exit
   NEWER=(); [[ -z $FOUND ]] || mapfile -t NEWER <<<"$FOUND"
   resihp launch ... pretrain_gpt.py ... --save "$CHECKPOINTS" --load "$CHECKPOINTS" "${NEWER[@]}"

@@ -12,7 +12,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -382,7 +382,11 @@ def _tell_last_save(run_dir: Path, since: float) -> None:
 def _tell_result(run_dir: Path, ending: Ending) -> None:
     """The job's exit code, and why, for scripts that can't tell node 0's launcher from others."""
     for name, text in ((REASON, ending.reason), (RESULT, ending.code)):  # the code last: scripts wait for it
+        unfinished = run_dir / f".{name}.unfinished"
         try:
-            (run_dir / name).write_text(f"{text}\n")
+            unfinished.write_text(f"{text}\n")
+            unfinished.replace(run_dir / name)
         except OSError as error:
+            with suppress(OSError):
+                unfinished.unlink(missing_ok=True)
             warn(f"resihp: {run_dir / name} can't be written ({error.strerror})")

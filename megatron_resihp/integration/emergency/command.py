@@ -26,12 +26,14 @@ from megatron_resihp.control.worker.saved_state import (
 from megatron_resihp.extras import missing
 from megatron_resihp.integration.emergency.contents import Group, found_groups
 
-FAILED: Final = 1
+NOTHING: Final = 1
 """There is nothing to go on from."""
+CANT_JOIN: Final = 2
+"""There is, and it can't be used here and now. To go on from something older would train iterations twice."""
 EPILOG = """\
 A job script that may be started again runs it first, and then asks what is newest:
 
-  resihp emergency "$RUN_DIR" || true
+  resihp emergency "$RUN_DIR" || (($? == 1)) || exit 2
   FOUND=$(resihp checkpoint "$RUN_DIR" --newer-than "$CHECKPOINTS" --flags) || exit
   NEWER=(); [[ -z $FOUND ]] || mapfile -t NEWER <<<"$FOUND"
   resihp launch ... pretrain_gpt.py ... --save "$CHECKPOINTS" --load "$CHECKPOINTS" "${NEWER[@]}"
@@ -48,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Do what the parsed arguments ask; the exit code is 0 if there is a checkpoint, and otherwise 1."""
+    """Do what the parsed arguments ask; the exit code is 0 if there is a checkpoint, 1 if there is none, and 2 if what
+    is there can't be made one."""
     run_dir: Path = namespace.run_dir
     groups, loadable = found_groups(run_dir), newest_state(run_dir)
     # What is incomplete may be of a worker that was cut off alone.
@@ -61,7 +64,7 @@ def run(namespace: argparse.Namespace) -> int:
         code = _fail(_what_is_missing(newest, gaps, groups[1:]))
         return code if loadable is None else _say_loadable(*loadable, _saved(groups, run_dir))
     if problem := missing(["torch", "megatron.core"]):
-        return _fail(problem)
+        return _fail(problem, CANT_JOIN)
     return _join(newest, run_dir / DIRECTORY / JOINED, _saved(groups, run_dir))
 
 
@@ -90,7 +93,7 @@ def _join(group: Group, directory: Path, saved: list[tuple[Source, int]]) -> int
         try:
             join(group, directory)
         except Exception as error:
-            return _fail(f"can't join what survivors have saved: {type(error).__name__}: {error}")
+            return _fail(f"can't join what survivors have saved: {type(error).__name__}: {error}", CANT_JOIN)
     how = " ".join(flags(directory))
     print(f"joined {len(group.files)} files: the state after iteration {group.iteration:,} can be loaded with {how}")
     _say_if_not_the_last(group.source, saved)
@@ -121,6 +124,6 @@ def _what_is_missing(group: Group, gaps: tuple[str, ...], others: list[Group]) -
     return f"the saved state after iteration {group.iteration:,} lacks: {few}{more}"
 
 
-def _fail(why: str) -> int:
+def _fail(why: str, code: int = NOTHING) -> int:
     print(f"resihp: {why}", file=sys.stderr)
-    return FAILED
+    return code

@@ -28,23 +28,28 @@ ROOT = Path(__file__).parents[4]
 SLURM = ROOT / "scripts" / "slurm"
 SCRIPT = (SLURM / "job.sbatch").read_text()
 COMMANDS = {
-    "scontrol": 'if [[ $2 == config ]]; then echo "SlurmdPort = 6818"; '
+    # Its controller may be away for the first so many questions.
+    "scontrol": "[[ $2 == hostnames ]] || (($(cat asked 2>/dev/null | wc -l) >= ${AWAY_FOR:-0})) || "
+    "{ echo >> asked; exit 1; }; "
+    'if [[ $2 == config ]]; then echo "SlurmdPort = 6818"; '
     'elif [[ $2 == job ]]; then echo "   Requeue=1 Restarts=${SLURM_RESTART_COUNT:-0} BatchFlag=1"; '
     'elif [[ $1 == show ]]; then printf "node%s\\n" ${NODES_OF_JOB:-0 1}; else echo "scontrol $*"; fi',
     # The example hands its job over. The watch submits another one.
     "sbatch": "if [[ $1 == --parsable ]]; then echo 40; exit; fi; "
     'while [[ $1 == --* ]]; do shift; done; exec bash "$@"',
     # As SLURM does for the task on a node, the second one.
-    "srun": 'while [[ $1 == --* ]]; do shift; done; SLURM_NODEID=${TASK:-1} "$@"; echo "task: $?" >&2; '
-    "exit ${SRUN_CODE:-0}",
+    "srun": 'eval "${SRUN:-}"; while [[ $1 == --* ]]; do shift; done; SLURM_NODEID=${TASK:-1} "$@"; '
+    'echo "task: $?" >&2; exit ${SRUN_CODE:-0}',
     "resihp": "[[ $1 != checkpoint ]] || ((${LOOK_CODE:-0} == 0)) || exit $LOOK_CODE; "
     "if [[ $1 == checkpoint || $1 == emergency ]]; then "
+    "[[ $1 != emergency ]] || ((${EMERGENCY_CODE:-0} == 0)) || exit $EMERGENCY_CODE; "
     f'[[ -z ${{SAVED:-}} ]] || {sys.executable} -m megatron_resihp.cli "$@"; '
     'exit; fi; printf "%s\\n" "$@"; eval "${LAUNCH:-}"; '
     'echo "${JOB_REASON:-}" > "$RUN_DIR/exit_reason"; '
     '[[ -z ${JOB_CODE:-} ]] || echo "$JOB_CODE" > "$RUN_DIR/exit_code"',
     # The first node and its coordinator are there, or out of reach.
-    "timeout": f'[[ "$*" == */dev/tcp/* ]] || exec {shutil.which("timeout")} "$@"; '
+    "timeout": f'[[ "$1 $2" != "5 tail" ]] || exec {shutil.which("timeout")} ${{LOOK_S:-5}} "${{@:2}}"; '
+    f'[[ "$*" == */dev/tcp/* ]] || exec {shutil.which("timeout")} "$@"; '
     '[[ "$*" != */29400 ]] || exit ${COORDINATOR_GONE:-1}; exit ${NODE0_GONE:-0}',
     "sinfo": 'if [[ "$*" == *node2* ]]; then echo "$STATE_OF_2"; else echo "${NODE0_STATE:-allocated}"; fi',
     "scancel": 'echo "scancel $*"; exit ${SCANCEL_CODE:-0}',
@@ -134,6 +139,24 @@ def test_it_is_queued_again_where_that_helps(tmp_path: Path, variables: dict[str
     assert ("scontrol requeue 7" in done.stdout) == again
 
 
+def test_a_task_that_hangs_does_not_keep_the_job_from_being_queued_again(tmp_path: Path) -> None:
+    hangs = "echo 138 > $RUN_DIR/exit_code; exec /bin/sleep 8"
+    done = run(tmp_path, LAUNCH=hangs, LOOK_S="0.1")
+    assert (done.returncode, "scontrol requeue 7" in done.stdout) == (138, True)
+    assert "but not all tasks have" in done.stderr
+
+
+def test_a_result_that_a_full_disk_has_cut_off_is_none(tmp_path: Path) -> None:
+    done = run(tmp_path, LAUNCH=": > $RUN_DIR/exit_code", SRUN_CODE="138")
+    assert done.returncode == exit_codes.RETRY and "scontrol requeue 7" in done.stdout
+
+
+def test_a_controller_that_is_away_for_a_moment_is_asked_again(tmp_path: Path) -> None:
+    """At the start, and at the end."""
+    done = run(tmp_path, JOB_CODE="138", AWAY_FOR="2", LAUNCH="rm asked")
+    assert done.returncode == 138 and "scontrol requeue 7" in done.stdout
+
+
 def test_a_signal_of_slurm_ends_no_task_before_its_launcher(tmp_path: Path) -> None:
     """Slurm signals all processes of a step. The launcher takes its time to save, and its code is the task's."""
     saving = f"kill -s USR1 $PPID; echo saved; exit {exit_codes.RETRY}"
@@ -146,13 +169,14 @@ def test_a_signal_of_slurm_ends_no_task_before_its_launcher(tmp_path: Path) -> N
     [
         ("1", "down*", "0", "scontrol requeue 7"), ("1", "allocated*", "0", "scontrol requeue 7"),
         ("1", "allocated", "0", ""), ("1", "draining", "0", ""), ("0", "down*", "0", ""),
+        ("0", "down", "0", "scontrol requeue 7"), ("0", "allocated", "0", ""),
         ("1", "down*", "20", "scancel 7"),
     ],
 )  # fmt: skip
 def test_a_task_queues_the_job_again_if_the_first_node_is_lost(
     tmp_path: Path, gone: str, state: str, restarts: str, follows: str
 ) -> None:
-    """Not if its own node was cut off, and the job goes on without it."""
+    """Not if its own node was cut off, and the job goes on without it. A first node that was started again answers."""
     done = run(
         tmp_path, LAUNCH=f"exit {exit_codes.RETRY}", SRUN_CODE=str(exit_codes.REFUSED), NODE0_GONE=gone,
         NODE0_STATE=state, SLURM_RESTART_COUNT=restarts,
@@ -255,6 +279,52 @@ def test_no_shard_lives_on_one_node_only_where_that_can_be(
 def test_nothing_is_trained_where_the_newest_state_is_not_known(tmp_path: Path) -> None:
     done = run(tmp_path, "--save", "out", SLURM_RESTART_COUNT="1", LOOK_CODE="7")
     assert done.returncode == 7 and not done.stdout
+
+
+@pytest.mark.parametrize(("code", "trains"), [(1, True), (2, False), (137, False)])
+def test_state_of_survivors_that_can_not_be_used_is_not_passed_over(tmp_path: Path, code: int, trains: bool) -> None:
+    (tmp_path / "resihp-runs" / "slurm-7" / DIRECTORY).mkdir(parents=True)
+    done = run(tmp_path, "--save", "out", SLURM_RESTART_COUNT="1", EMERGENCY_CODE=str(code), JOB_CODE="0")
+    assert done.returncode == (0 if trains else code) and ("launch" in done.stdout.splitlines()) == trains
+
+
+def test_a_job_that_has_had_a_checkpoint_does_not_begin_anew(tmp_path: Path) -> None:
+    """The file system of its checkpoints may not be mounted."""
+    tracker = tmp_path / "out" / TRACKER
+    saves = f"mkdir -p {tracker.parent}; echo 10 > {tracker}"
+    assert run(tmp_path, "--save", str(tracker.parent), LAUNCH=saves, JOB_CODE="138").returncode == 138
+    assert run(tmp_path, "--save", str(tracker.parent), JOB_CODE="138").returncode == 138
+    tracker.unlink()
+    done = run(tmp_path, "--save", str(tracker.parent), JOB_CODE="138")
+    assert (done.returncode, done.stdout) == (exit_codes.REFUSED, "") and "was there and is not now" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("ends", "nodes", "code", "said"),
+    [
+        ("exit 1", "2", exit_codes.RETRY, "unfit: node1; requeued without them"), ("exit 2", "2", 0, ""),
+        ("exit 127", "2", 0, ""), ("exit 124", "2", exit_codes.RETRY, "unfit: node1"),
+        ("exit 1", "1", exit_codes.RETRY, "unfit: node1"),
+    ],
+    ids=["unfit", "nothing tested", "no command", "hangs", "the only one"],
+)  # fmt: skip
+def test_only_nodes_that_are_unfit_are_excluded(tmp_path: Path, ends: str, nodes: str, code: int, said: str) -> None:
+    done = run(
+        tmp_path, JOB_CODE="0", LAUNCH=f"[[ $1 != health ]] || {ends}", RESIHP_HEALTH="1", SLURMD_NODENAME="node1",
+        SLURM_JOB_NUM_NODES=nodes,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert said in done.stdout and ("ExcNodeList=node1" in done.stdout) == bool(said)
+
+
+def test_what_all_nodes_share_excludes_none(tmp_path: Path) -> None:
+    """Such as a full disk: the next nodes would be found unfit, too."""
+    both = "[[ $1 != health ]] || { echo unfit=node0 >&3; exit 1; }"
+    done = run(
+        tmp_path, LAUNCH=both, RESIHP_HEALTH="1", SLURMD_NODENAME="node1", SRUN="exec 3>&1", SLURM_JOB_NUM_NODES="2"
+    )
+    assert done.returncode == exit_codes.REFUSED and "2 of 2 nodes are unfit" in done.stderr
+    assert "ExcNodeList" not in done.stdout
 
 
 def test_it_knows_the_names_that_the_launcher_uses() -> None:

@@ -139,7 +139,7 @@ def write(run_dir: Path, *files: Contents) -> None:
 def test_what_is_missing_is_said_and_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Files of another iteration make up for nothing."""
     write(tmp_path, contents(2, Shard(0, 2, 0, 1)), contents(3, Shard(2, LAYERS, 0, 1), iteration=6))
-    assert call(tmp_path) == command.FAILED
+    assert call(tmp_path) == command.NOTHING
     assert capsys.readouterr().err == (
         "resihp: the saved state after iteration 7 lacks: layer 2; "
         "files of other iterations, epochs or runs are never mixed with these: 6\n"
@@ -152,7 +152,7 @@ def test_files_of_two_runs_or_epochs_are_not_mixed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], other: dict[str, Any]
 ) -> None:
     write(tmp_path, contents(2, Shard(0, 2, 0, 1)), replace(contents(3, Shard(2, LAYERS, 0, 1)), **other))
-    assert call(tmp_path) == command.FAILED
+    assert call(tmp_path) == command.NOTHING
     assert "lacks: layer" in capsys.readouterr().err
 
 
@@ -214,5 +214,5 @@ def test_a_state_that_is_not_the_last_run_s_is_said_to_be_so(
 
 
 def test_a_directory_without_a_saved_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(tmp_path) == command.FAILED
+    assert call(tmp_path) == command.NOTHING
     assert "holds nothing that survivors have saved whole" in capsys.readouterr().err

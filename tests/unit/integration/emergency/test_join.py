@@ -159,6 +159,7 @@ def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         join(group, tmp_path / DIRECTORY / JOINED)
     assert not list((tmp_path / DIRECTORY / JOINED).iterdir())
+    assert call(tmp_path) == command.CANT_JOIN, "a start without it would train iterations again"
 
 
 def test_a_run_that_has_repeated_an_iteration_replaces_what_an_earlier_one_had_saved(
