@@ -21,6 +21,7 @@ from megatron_resihp.integration.emergency.alone import as_holder_of, world_of_o
 from megatron_resihp.integration.emergency.contents import EXPERT_IN_KEY, Place, View
 from megatron_resihp.integration.state.fragments import fragments_of
 from megatron_resihp.integration.state.reshardable import RESHARDABLE, TYPE, add_common
+from megatron_resihp.integration.state.shard import align_steps
 from megatron_resihp.integration.trained import Trained
 from megatron_resihp.integration.world.heterogeneous_groups import MegatronGroups
 from megatron_resihp.plan import Shard
@@ -86,6 +87,7 @@ def _common_of(optimizer: Any, chunks: Mapping[str, Any], metadata: Mapping[str,
     """What an optimizer saves besides tensors."""
     if optimizer.is_stub_optimizer:
         return {}
+    align_steps(optimizer)
     saved = optimizer.sharded_state_dict(dict(chunks), metadata=metadata)
     if metadata.get(TYPE) == RESHARDABLE:
         add_common(saved, optimizer)

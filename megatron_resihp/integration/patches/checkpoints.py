@@ -27,6 +27,7 @@ from megatron.training.checkpointing import get_checkpoint_name
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.fragments import cut, finest, fragments_of
 from megatron_resihp.integration.state.reshardable import TYPE, add_reshardable
+from megatron_resihp.integration.state.shard import align_steps
 from megatron_resihp.integration.world.heterogeneous import HeterogeneousView
 from megatron_resihp.integration.world.heterogeneous_groups import Sizes, as_stage
 
@@ -99,6 +100,7 @@ def state_in_parts(call: functools.partial[dict[str, Any]], own_args: Any, view:
     state: dict[str, Any] = {"args": own_args, "checkpoint_version": 3.0, "iteration": given.iteration, **chunks}
     if not given.args.no_save_optim:
         if not given.optimizer.is_stub_optimizer:
+            align_steps(given.optimizer)
             state["optimizer"] = given.optimizer.sharded_state_dict(chunks, **given.optim_sd_kwargs)
             if TYPE in given.optim_sd_kwargs["metadata"]:
                 state["masters"] = add_reshardable(state["optimizer"], given.optimizer, given.model, chunks)

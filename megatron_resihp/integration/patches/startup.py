@@ -292,7 +292,9 @@ def wrap_setup_model_and_optimizer(
             model, optimizer, scheduler = original(*positional, **options)
         runtime.held.live = Trained(model, optimizer, scheduler)
         config = get_model_config(model[0])
-        if lines := unheeded(config, [part.config for part in parts_of(optimizer)]):
+        parameters = {name: each for chunk in model for name, each in chunk.named_parameters()}
+        per_token = runtime.job.args.calculate_per_token_loss
+        if lines := unheeded(config, [part.config for part in parts_of(optimizer)], per_token, parameters):
             fail(*lines)
         runtime.setup.sizes = sizes_of(runtime.job.args, runtime.job.derived, options.get("cfg_container"))
         hooks = {name: getattr(config, name) for name in CONFIG_HOOKS}

@@ -39,6 +39,18 @@ def set_steps(trained: Trained, steps: Sequence[Any]) -> None:
             group["step"] = max(known)
 
 
+def align_steps(optimizer: Any) -> None:
+    """Give groups in which this worker has no parameters the count of the others, before it writes them. Optimizers
+    that count by group pass them over, and what one worker writes of groups is read by all.
+    """
+    parts = [part for part in parts_of(optimizer) if not takes_matrices(part)]
+    groups = [group for part in parts for group in part.optimizer.param_groups]
+    known = [group["step"] for group in groups if group["params"] and "step" in group]
+    for group in groups if known else ():
+        if not group["params"]:
+            group["step"] = max(known)
+
+
 def fill_shard(trained: Trained, tensors: dict[str, torch.Tensor], steps: list[Any]) -> None:
     """Put a shard's state into freshly built objects of the same coordinate. Parameters are copied, moments are kept.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_resihp.integration.state.shard import group_steps
+from megatron_resihp.integration.state.shard import align_steps, group_steps
 from megatron_resihp.integration.state.slice_state import HostFiller, _Filler
 from megatron_resihp.integration.trained import Trained
 
@@ -59,3 +59,19 @@ def test_an_optimizer_of_matrices_counts_none() -> None:
     )
     _Filler(new).set_steps([None, 7])
     assert group_steps(new) == [None, 7]
+
+
+def test_what_is_saved_of_groups_is_the_same_on_every_worker() -> None:
+    """Without the embedding and the head, a worker passes over their group, and may be the one that saves it."""
+    middle = trained(100, 5000, None)
+    for number in (0, 2):
+        middle.optimizer.optimizer.param_groups[number]["params"].clear()
+    align_steps(middle.optimizer)
+    assert group_steps(middle) == [5000, 5000, 5000]
+
+
+def test_an_optimizer_that_counts_for_each_parameter_saves_no_other_count() -> None:
+    middle = trained(None, None)
+    middle.optimizer.optimizer.param_groups[0]["params"].clear()
+    align_steps(middle.optimizer)
+    assert group_steps(middle) == [None, None]
