@@ -26,7 +26,12 @@ from megatron_resihp.control.worker.saved_state import DIRECTORY, iteration_name
 from megatron_resihp.events.training import EmergencyCheckpoint
 from megatron_resihp.integration.emergency.file_of_parameters import write_parameters
 from megatron_resihp.integration.modes.emergency_format import has_files_by_stage
-from megatron_resihp.integration.patches.counting import count_again, count_consumed, restore_counters
+from megatron_resihp.integration.patches.counting import (
+    count_again,
+    count_consumed,
+    count_lost_evaluation,
+    restore_counters,
+)
 from megatron_resihp.integration.runtime import Runtime
 from megatron_resihp.integration.state.extra_state import bearers_of, put_back
 from megatron_resihp.plan import Coordinate
@@ -146,3 +151,4 @@ def _count_after_step(runtime: Runtime, order: EmergencyCheckpointOrder) -> None
         runtime.job.args.iteration = order.commit.iteration
         count_again(runtime, order.commit.outcome)
         count_consumed(runtime)
+        count_lost_evaluation(runtime.job.args)

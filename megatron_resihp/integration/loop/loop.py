@@ -30,6 +30,7 @@ from megatron_resihp.integration.patches.counting import (
     count_as_one_replica,
     snapshot_counters,
 )
+from megatron_resihp.integration.patches.data import require_training_data
 from megatron_resihp.integration.patches.startup import describe_job
 from megatron_resihp.integration.probes.patches import begin_iteration
 from megatron_resihp.integration.runtime import Runtime
@@ -122,6 +123,7 @@ def wrap_evaluation(runtime: Runtime, original: Callable[..., None]) -> Callable
 
 def _first_epoch(runtime: Runtime) -> None:
     """Epoch 0 holds when every worker has come this far; from now on deaths are recovered from."""
+    require_training_data(runtime)
     count_as_one_replica(runtime)
     runtime.tally.flops = runtime.job.args.num_floating_point_operations_so_far
     runtime.calls.in_loop = True

@@ -77,6 +77,14 @@ def count_consumed(runtime: Runtime) -> None:
     runtime.job.args.consumed_train_samples += samples_of(runtime)
 
 
+def count_lost_evaluation(args: Any) -> None:
+    """Pass over the samples of an evaluation that was due after this iteration and that nobody will finish. Later ones
+    then have theirs."""
+    first = getattr(args, "start_eval_at_iter", None) or 0
+    if args.do_valid and args.eval_interval and args.iteration % args.eval_interval == 0 and args.iteration >= first:
+        args.consumed_valid_samples += args.eval_iters * args.eval_global_batch_size
+
+
 def batch_grows(runtime: Runtime) -> bool:
     """Whether the iteration that the counters stand before is of larger batches than those of the plan in force."""
     args = runtime.job.args

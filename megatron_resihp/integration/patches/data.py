@@ -86,9 +86,9 @@ class Feed:
     def __init__(self, runtime: Runtime, dataset: Any, is_eval: bool, consumed_name: str | None) -> None:
         args = runtime.job.args
         self._runtime = runtime
-        self._is_eval = is_eval
+        self.is_eval = is_eval
         # The first chunk's, which also runs all micro-batches of a heterogeneous plan.
-        self._is_recorded = not is_eval and all(feed._is_eval for feed in runtime.feeds)
+        self._is_recorded = not is_eval and all(feed.is_eval for feed in runtime.feeds)
         self._consumed_name = consumed_name
         size = args.eval_micro_batch_size if is_eval else args.micro_batch_size
         shuffled = args.dataloader_type == "cyclic"
@@ -114,11 +114,11 @@ class Feed:
         """Start from Megatron's cursor with the current plan's share; batches read ahead are dropped."""
         args = self._runtime.job.args
         consumed = getattr(args, self._consumed_name) if self._consumed_name else 0
-        if self._runtime.progress.replay is not None and not self._is_eval:
+        if self._runtime.progress.replay is not None and not self.is_eval:
             consumed += samples_of(self._runtime)  # the step to come is applied already and reads nothing
         view = self._runtime.view
-        share = view.evaluation_order(self.sampler.micro_batches) if self._is_eval else view.read_order
-        self.sampler.move(consumed, share, None if self._is_eval else args.global_batch_size)
+        share = view.evaluation_order(self.sampler.micro_batches) if self.is_eval else view.read_order
+        self.sampler.move(consumed, share, None if self.is_eval else args.global_batch_size)
         self._iterator = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -131,7 +131,7 @@ class Feed:
         numbers = batch.pop(SAMPLE_KEY)
         if self._is_recorded:
             self._runtime.progress.fed.extend(numbers.tolist())
-        if not self._is_eval:
+        if not self.is_eval:
             self._runtime.probes.ops.batch_came()
         return batch
 
@@ -154,6 +154,15 @@ def make_loader_builder(runtime: Runtime) -> Callable[[Any, int], Feed | None]:
         return feed
 
     return build_pretraining_data_loader
+
+
+def require_training_data(runtime: Runtime) -> None:
+    """Any worker may have to read samples under a later plan, also where Megatron itself would never ask it to."""
+    if all(feed.is_eval for feed in runtime.feeds):
+        fail(
+            "the script's data provider has made no training data on this worker, which may have to read some after a "
+            "death; set is_distributed = True on the provider, and make its data sets on all ranks"
+        )
 
 
 def build_on_every_worker(original: Callable[..., None]) -> Callable[..., None]:

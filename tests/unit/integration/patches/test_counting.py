@@ -19,6 +19,7 @@ from megatron_resihp.control.coordination.record import resolve
 from megatron_resihp.integration.patches import counting
 from megatron_resihp.integration.patches.counting import (
     INTERVAL,
+    count_lost_evaluation,
     note_in_progress_log,
     restore_counters,
     snapshot_counters,
@@ -263,3 +264,23 @@ def test_the_estimate_of_memory_is_of_the_jobs_replicas() -> None:
     [(seen, micro_batches, verbose)] = reported
     assert (seen.data_parallel_size, seen.hidden_size, micro_batches, verbose) == (4, 8, 2, True)
     assert args.data_parallel_size == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "read"),
+    [
+        ({}, 24), ({"iteration": 9}, 0), ({"do_valid": False}, 0), ({"start_eval_at_iter": 20}, 0),
+        ({"eval_interval": None}, 0),
+    ],
+    ids=["due", "not due", "no data", "not yet", "never"],
+)  # fmt: skip
+def test_later_evaluations_read_what_is_theirs(changed: dict[str, Any], read: int) -> None:
+    """The job ended in one, with an emergency checkpoint. No other one reads its samples."""
+    args = SimpleNamespace(
+        **{
+            "iteration": 10, "do_valid": True, "eval_interval": 5, "start_eval_at_iter": None, "eval_iters": 3,
+            "eval_global_batch_size": 8, "consumed_valid_samples": 100, **changed,
+        }
+    )  # fmt: skip
+    count_lost_evaluation(args)
+    assert args.consumed_valid_samples == 100 + read

@@ -20,6 +20,7 @@ from megatron_resihp.integration.patches.data import (
     NumberedDataset,
     PlanSampler,
     make_loader_builder,
+    require_training_data,
     wrap_get_item,
     wrap_query_sample,
 )
@@ -242,3 +243,13 @@ def test_a_samples_losses_are_masked_the_same_whatever_was_read_before_it(pad: i
     masks = reads(MaskedSamples, 0)
     assert masks == reads(MaskedSamples, 1)
     assert all(0 < sum(mask) < 512 for mask in masks)
+
+
+def test_a_provider_that_makes_no_data_on_some_workers_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """Megatron asks one without `is_distributed` on the first member of each stage only."""
+    feeds: list[Any] = [SimpleNamespace(is_eval=is_eval) for is_eval in (False, True, True)]
+    require_training_data(SimpleNamespace(feeds=feeds))  # type: ignore[arg-type]
+    for some in ([], feeds[1:]):
+        with pytest.raises(SystemExit) as ended:
+            require_training_data(SimpleNamespace(feeds=some))  # type: ignore[arg-type]
+        assert ended.value.code == 2 and "is_distributed = True" in capsys.readouterr().err
