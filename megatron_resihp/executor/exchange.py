@@ -120,8 +120,8 @@ class PieceExchange:
         self.bytes_sent += sum(part.nbytes for part, _ in parts)
 
     def settle(self, message: Message) -> None:
-        """Wait until a message has been sent, and free its tensor."""
-        for work in self._sending.pop(message.op):
+        """Wait until a message has been sent, unless `finish` has, and free its tensor."""
+        for work in self._sending.pop(message.op, ()):
             work.wait()
 
     def finish(self) -> None:

@@ -183,7 +183,7 @@ def test_a_death_in_the_last_iteration_under_a_heterogeneous_plan(jobs: Jobs, tm
 
 @pytest.mark.nightly
 def test_evaluation_under_a_heterogeneous_plan(jobs: Jobs, tmp_path: Path) -> None:
-    """Within training and after it, of one replica for all."""
+    """Within training and after it: of two replicas, and of one for all."""
     model = {**PIPELINE, **EVALUATION, "eval_iters": 2}
     reference = jobs.reference(tiny(**model), workers=4)
     job = jobs.run(tiny(**model, resihp_plan=ask_at(tmp_path, (UNLIKE, 1), (VEE, 3), (LONE, 5))), workers=4)
@@ -197,9 +197,9 @@ def test_evaluation_under_a_heterogeneous_plan(jobs: Jobs, tmp_path: Path) -> No
 def test_evaluation_of_other_micro_batches_and_with_helpers(jobs: Jobs, tmp_path: Path) -> None:
     model = {**PIPELINE, **EVALUATION, "eval_iters": 2, "eval_micro_batch_size": 2}
     reference = jobs.reference(tiny(**model), workers=4)
-    job = jobs.run(tiny(**model, resihp_plan=ask_at(tmp_path, (HELPED, 1), (VEE, 3))), workers=4)
+    job = jobs.run(tiny(**model, resihp_plan=ask_at(tmp_path, (HELPED, 1), (VEE, 3), (UNLIKE, 5))), workers=4)
     check_training(job, reference)
-    assert are_heterogeneous(job) == [False, True, True]
+    assert are_heterogeneous(job) == [False, True, True, True]
     assert evaluations(job) == evaluations(reference)
     assert final_losses(job) == final_losses(reference)
 

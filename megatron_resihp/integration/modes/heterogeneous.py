@@ -39,6 +39,7 @@ from megatron_resihp.integration.modes.mode import (
     Schedule,
 )
 from megatron_resihp.integration.modes.overlaps import UNLIKE_REPLICAS, flag_of
+from megatron_resihp.integration.modes.shared_evaluations import SharedEvaluations
 from megatron_resihp.integration.modes.uniform import averaging_of
 from megatron_resihp.integration.ops.final_gradients import FinalGradients
 from megatron_resihp.integration.ops.first_micro_batch import treat_all_alike
@@ -98,6 +99,7 @@ class HeterogeneousMode(Mode):
         self.everybody = make_group("everybody", view.plan.members)
         self.averaging = averaging_of(runtime, 1)  # sums by slices are not divided
         self._buckets = make_buckets(view.shares.holders, view.worker, make_group)
+        self._evaluations = SharedEvaluations(runtime.job.args, view, make_group)
         self._runtime = runtime
         self._direct: WatchedPeers | None = None
         self._early: EarlySums | None = None
@@ -212,16 +214,16 @@ class HeterogeneousMode(Mode):
         return work
 
     def evaluate(self, schedule: Schedule, call: dict[str, Any]) -> Losses:
-        """Only one replica evaluates, and the helpers of its empty stages."""
-        if not self.view.evaluates:
+        args, count = self._runtime.job.args, call["num_microbatches"]
+        own = self.view.evaluation_order(count)
+        if not own:
             return []
-        args = self._runtime.job.args
         rows, row = boundary_of(args, args.eval_micro_batch_size)
         split, direct = self._runtime.job.own.sequence_parallel, self._direct is not None
-        steps = evaluation_routes(self.view, call["num_microbatches"], split, rows, direct)
+        steps = evaluation_routes(self.view, count, split, rows, direct)
         work = self._work(steps, _schedule_call(call))
         run_evaluation(work, steps, self._exchange, row)
-        return work.reported
+        return self._evaluations.losses(own, work.reported, count)
 
     def _work(
         self, steps: tuple[Step, ...], asked: ScheduleCall, final: FinalGradients | None = None

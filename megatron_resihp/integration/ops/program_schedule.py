@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
+from itertools import groupby
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,9 @@ from megatron_resihp.integration.world.heterogeneous_groups import as_stage
 from megatron_resihp.pipeline.orders import orders_of
 from megatron_resihp.plan import ParallelPlan, PlannedOp, Replica, Schedule
 from megatron_resihp.plan.schedule import EXPLICIT
+
+EVALUATED_TOGETHER: Final = 8
+"""So many micro-batches may be under way between two stages in an evaluation."""
 
 Row = tuple[int, int]
 
@@ -96,28 +100,32 @@ def check_norms(model: Sequence[Any], norms: Sequence[torch.Tensor]) -> None:
 def run_evaluation(work: "MegatronWork", steps: Sequence[Step], exchange: MeasuredExchange, row: Row) -> None:
     """Run an evaluation's steps. `row`: shape of a row of what crosses between layers."""
     exchange.connect(steps)
+    place = {number: place for place, number in enumerate(dict.fromkeys(step.op.micro_batch for step in steps))}
     with exchange.carrying(row):
-        run(steps, work, exchange)
+        # Nothing comes back that would show that a result has been received. So some are waited for now and then, or
+        # all of them would stay in memory.
+        for _, part in groupby(steps, lambda step: place[step.op.micro_batch] // EVALUATED_TOGETHER):
+            run(list(part), work, exchange)
     work.batches.finish()
 
 
 def evaluation_routes(
     view: HeterogeneousView, count: int, sequence_parallel: bool, rows: int, direct: bool
 ) -> tuple[Step, ...]:
-    """This worker's steps of an evaluation of `count` micro-batches, by the replica whose results are printed."""
-    evaluating = _evaluating(view.evaluating, count)
-    orders = [[[op for op in order if op.kind == "F"] for order in orders_of(evaluating)]]
-    return _routes(ParallelPlan((evaluating,), {}), orders, view.worker, sequence_parallel, rows, direct)
+    """This worker's steps of an evaluation of `count` micro-batches; none if it has no part in it."""
+    evaluating = tuple(map(_one_after_the_other, view.evaluation(count)))
+    orders = [[[op for op in order if op.kind == "F"] for order in orders_of(replica)] for replica in evaluating]
+    return _routes(ParallelPlan(evaluating, {}), orders, view.worker, sequence_parallel, rows, direct)
 
 
-def _evaluating(replica: Replica, total: int) -> Replica:
-    """A replica that runs micro-batches 0, …, total − 1, one after the other, through all its chunks."""
+def _one_after_the_other(replica: Replica) -> Replica:
+    """A replica that runs each of its micro-batches through all its chunks before the next one."""
     orders = []
     for stage in range(len(replica.stages)):
         own = [chunk for chunk, home in enumerate(replica.stage_of_chunk) if home == stage]
-        forwards = [PlannedOp("F", chunk, micro_batch) for micro_batch in range(total) for chunk in own]
+        forwards = [PlannedOp("F", chunk, micro_batch) for micro_batch in replica.micro_batches for chunk in own]
         orders.append((*forwards, *(op._replace(kind="B") for op in reversed(forwards))))
-    return replace(replica, micro_batches=tuple(range(total)), schedule=Schedule(EXPLICIT, orders=tuple(orders)))
+    return replace(replica, schedule=Schedule(EXPLICIT, orders=tuple(orders)))
 
 
 class MegatronWork:

@@ -6,7 +6,8 @@ averages over replicas; with unlike counts that would weigh samples by their rep
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 from megatron_resihp.integration.patches import prediction_metrics
@@ -30,10 +31,21 @@ def wrap_get_forward_backward_func(runtime: Runtime, original: Callable[..., Sch
     return get_forward_backward_func
 
 
+@contextmanager
+def _micro_batches_of_evaluations(args: Any) -> Iterator[None]:
+    """Megatron's script makes room for batches that come from another member by the size of those of training."""
+    usual, args.micro_batch_size = args.micro_batch_size, args.eval_micro_batch_size
+    try:
+        yield
+    finally:
+        args.micro_batch_size = usual
+
+
 def _run(runtime: Runtime, schedule: Schedule, **kwargs: Any) -> list[dict[str, Any]]:
     if kwargs.get("forward_only"):
         runtime.reach("evaluate")
-        return runtime.mode.evaluate(schedule, kwargs) or NOTHING_REPORTED
+        with _micro_batches_of_evaluations(runtime.job.args):
+            return runtime.mode.evaluate(schedule, kwargs) or NOTHING_REPORTED
     begin_counting(runtime.held.live.model)
     forget_logits(runtime)
     # Also where Megatron runs an iteration again to explain a result.

@@ -148,6 +148,8 @@ def wrap_forward_step(runtime: Runtime, original: Callable[..., Any]) -> Callabl
         forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int, input_tensor: Any,
         *positional: Any, **options: Any,
     ) -> Any:  # fmt: skip
+        # Where no collective fails for a long time, this worker would be given up before it reports.
+        runtime.control.heard.check()
         if not probes.recording:
             return original(
                 forward_step_func, data_iterator, model, num_microbatches, input_tensor, *positional, **options

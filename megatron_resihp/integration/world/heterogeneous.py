@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker is under a plan that Megatron's own groups can't run: its chunks, its peers, and whether it evaluates.
+"""What a worker is under a plan that Megatron's own groups can't run: its chunks, its peers, and what it evaluates.
 
 May import `plan` and `pipeline`; no torch of its own. Chunks are counted through the replica, as in the plan; a
 worker's own ones in the order of their layers.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 from megatron_resihp.integration.world.slice_shares import SliceShares
 from megatron_resihp.integration.world.view import View
@@ -69,7 +70,8 @@ class HeterogeneousView(View):
         return tuple(dict.fromkeys(op.micro_batch for op in own if op.kind == "F"))
 
     def evaluation_order(self, count: int) -> Sequence[int]:
-        return range(count if self.evaluates else 0)
+        own = [replica for replica in self.evaluation(count) if _is_in(replica, self.worker)]
+        return own[0].micro_batches if own else ()
 
     @cached_property
     def numbering(self) -> tuple[int, ...]:
@@ -90,24 +92,38 @@ class HeterogeneousView(View):
 
     @cached_property
     def _head_members(self) -> tuple[int, ...]:
-        """Members of the first replica that runs the head itself, and has members in all stages if one does: these
-        can evaluate for all without helpers."""
-        running = [replica for replica in self.plan.replicas if _runs_head(replica)]
-        complete = [replica for replica in running if all(replica.stages)]
-        replica = (complete or running)[0]
+        """Members of the first replica that evaluates."""
+        replica = self._evaluating[0]
         return replica.stages[replica.stage_of_chunk[-1]]
 
     @cached_property
-    def evaluating(self) -> Replica:
-        """The replica of the worker that reports, as it evaluates for all."""
-        number = self.plan.replica_of(self._head_members[-1])
-        assert number is not None
-        return with_helpers(self.plan, self.plan.replicas[number])
+    def _evaluating(self) -> tuple[Replica, ...]:
+        """The replicas that evaluate: those that run the head themselves and have members in all stages. If there is
+        none, one that runs the head, with helpers, does so for all."""
+        running = [replica for replica in self.plan.replicas if _runs_head(replica)]
+        complete = [replica for replica in running if all(replica.stages)]
+        return tuple(with_helpers(self.plan, replica) for replica in complete or running[:1])
 
-    @property
-    def evaluates(self) -> bool:
-        """Whether this worker has part in evaluations."""
-        return any(self.worker in members for members in self.evaluating.stages)
+    def evaluation(self, count: int) -> tuple[Replica, ...]:
+        """The replicas that evaluate `count` micro-batches, each with its own ones, as many as its speed asks for. The
+        first one's last worker reports."""
+        done, found = 0, []
+        parts = list(accumulate(len(replica.micro_batches) for replica in self._evaluating))
+        for replica, part in zip(self._evaluating, parts, strict=True):
+            end = -(-count * part // parts[-1])  # rounded up, so the first one has some
+            if done < end:
+                found.append(replace(replica, micro_batches=tuple(range(done, end))))
+            done = end
+        return tuple(found)
+
+    def evaluating_heads(self, count: int) -> tuple[int, ...]:
+        """The workers that know losses of an evaluation of `count` micro-batches; sorted."""
+        heads = (replica.stages[replica.stage_of_chunk[-1]] for replica in self.evaluation(count))
+        return tuple(sorted(worker for members in heads for worker in members))
+
+
+def _is_in(replica: Replica, worker: int) -> bool:
+    return any(worker in members for members in replica.stages)
 
 
 def with_helpers(plan: ParallelPlan, replica: Replica) -> Replica:

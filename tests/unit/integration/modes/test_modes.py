@@ -60,7 +60,7 @@ def job(
     """What modes ask of a worker's job of six layers and three micro-batches."""
     args = SimpleNamespace(
         use_tp_pp_dp_mapping=False, calculate_per_token_loss=per_token, global_batch_size=3, micro_batch_size=1,
-        fp16=False, bf16=bf16, accumulate_allreduce_grads_in_fp32=False,
+        fp16=False, bf16=bf16, accumulate_allreduce_grads_in_fp32=False, eval_iters=0, eval_micro_batch_size=1,
     )  # fmt: skip
     return SimpleNamespace(
         worker=worker, reach=lambda point: None, progress=Progress(),

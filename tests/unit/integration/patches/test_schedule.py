@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Megatron is told of the losses of a worker that has none."""
+"""What Megatron is told of the losses of a worker that has none, and how large it takes micro-batches for."""
 
 from __future__ import annotations
 
@@ -15,14 +15,24 @@ LOSSES = [{"lm loss": 2.5}]
 
 def run(losses: list[dict[str, Any]], **call: Any) -> tuple[Any, Any]:
     """What Megatron gets, and what is kept of it, where the plan's mode reports these."""
-    mode = SimpleNamespace(train=lambda *_: losses, evaluate=lambda *_: losses)
-    progress = SimpleNamespace(losses=None)
-    runtime: Any = SimpleNamespace(
-        mode=mode, progress=progress, probes=SimpleNamespace(begin_schedule=lambda: None), reach=lambda point: None,
-        held=SimpleNamespace(live=SimpleNamespace(model=[])),
-        job=SimpleNamespace(args=SimpleNamespace(qk_clip=False, log_max_attention_logit=False)),
-    )  # fmt: skip
+    runtime, progress = job(losses), SimpleNamespace(losses=None)
+    runtime.progress = progress
     return wrap_get_forward_backward_func(runtime, lambda: lambda: [])()(**call), progress.losses
+
+
+def job(losses: list[dict[str, Any]]) -> Any:
+    args = SimpleNamespace(qk_clip=False, log_max_attention_logit=False, micro_batch_size=1, eval_micro_batch_size=2)
+    sizes: list[int] = []
+
+    def report(*_: Any) -> list[dict[str, Any]]:
+        sizes.append(args.micro_batch_size)
+        return losses
+
+    return SimpleNamespace(
+        mode=SimpleNamespace(train=report, evaluate=report), progress=SimpleNamespace(losses=None), sizes=sizes,
+        probes=SimpleNamespace(begin_schedule=lambda: None), reach=lambda point: None, job=SimpleNamespace(args=args),
+        held=SimpleNamespace(live=SimpleNamespace(model=[])),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("call", [{}, {"forward_only": True}], ids=["training", "evaluating"])
@@ -36,3 +46,12 @@ def test_a_worker_without_the_head_has_a_first_report_of_no_losses(call: dict[st
 def test_what_is_agreed_on_is_what_was_reported() -> None:
     assert run([])[1] == []
     assert run(LOSSES)[1] == LOSSES
+
+
+def test_batches_of_an_evaluation_have_their_own_size() -> None:
+    """Megatron's script asks the argument of training for it."""
+    runtime = job(LOSSES)
+    schedule = wrap_get_forward_backward_func(runtime, lambda: lambda: [])()
+    for call in ({"forward_only": True}, {}):
+        schedule(**call)
+    assert runtime.sizes == [2, 1]

@@ -30,7 +30,8 @@ def test_who_has_no_losses_does_not_report() -> None:
         Replica(((2,), (3,)), (2, 3), HALVES, in_order((2, 3), (0, 1, 2, 3))),
     )
     view = HeterogeneousView(ParallelPlan(replicas, {}, (Migration(0, 1, 1), Migration(1, 1, 1))), 0, None)
-    assert not view.reports and view.rank_order[-1] == 3 and view.evaluating.stages == ((2,), (3,))
+    assert not view.reports and view.rank_order[-1] == 3
+    assert [replica.stages for replica in view.evaluation(4)] == [((2,), (3,))]
 
 
 def test_who_helps_in_training_helps_to_evaluate() -> None:
@@ -41,10 +42,11 @@ def test_who_helps_in_training_helps_to_evaluate() -> None:
     )
     migrations = (*(Migration(m, 1, 1) for m in (0, 1)), *(Migration(m, 0, 0) for m in (2, 3)))
     views = [HeterogeneousView(ParallelPlan(replicas, {2: None}, migrations), worker, None) for worker in (0, 2, 3)]
-    assert [view.evaluates for view in views] == [True, False, True]
+    assert [tuple(view.evaluation_order(3)) for view in views] == [(0, 1, 2), (), (0, 1, 2)]
     for view in views:
         assert view.reports == (view.worker == 3)
-        assert view.evaluating.stages == ((0,), (3,)) and view.evaluating.chunks == HALVES
+        [evaluating] = view.evaluation(3)
+        assert evaluating.stages == ((0,), (3,)) and evaluating.chunks == HALVES
 
 
 def test_a_helper_of_two_chunks_evaluates_both() -> None:
@@ -62,8 +64,22 @@ def test_a_helper_of_two_chunks_evaluates_both() -> None:
     )
     migrations = (Migration(0, 0, 1), Migration(0, 2, 1), Migration(1, 1, 0), Migration(1, 3, 0))
     view = HeterogeneousView(ParallelPlan(replicas, {}, migrations), 4, None)
-    assert view.rank_order[-1] == 1 and view.evaluates
-    assert view.evaluating.stages == ((5, 4), (1,)) and view.evaluating.chunks == chunks
+    [evaluating] = view.evaluation(2)
+    assert view.rank_order[-1] == 1 and tuple(view.evaluation_order(2)) == (0, 1)
+    assert evaluating.stages == ((5, 4), (1,)) and evaluating.chunks == chunks
+
+
+@pytest.mark.parametrize(
+    ("count", "shares"),
+    [(8, [(0, 1), (2, 3, 4, 5, 6, 7)]), (4, [(0,), (1, 2, 3)]), (2, [(0,), (1,)]), (1, [(0,), ()])],
+)
+def test_replicas_evaluate_as_much_as_their_speed_asks_for(count: int, shares: list[tuple[int, ...]]) -> None:
+    """The first one, which reports, always has some; whose micro-batches they were in training doesn't matter."""
+    slow, fast = Replica(((0,), (1,)), (3,), HALVES), Replica(((2, 3),), (0, 1, 2), (Chunk(0, 0, 6),))
+    views = [HeterogeneousView(ParallelPlan((slow, fast), {}), worker, None) for worker in (1, 3)]
+    assert [tuple(view.evaluation_order(count)) for view in views] == shares
+    heads = (1, 2, 3) if shares[1] else (1,)
+    assert views[0].evaluating_heads(count) == heads and views[0].reports
 
 
 @pytest.mark.parametrize(("packed", "expected"), [(False, (32, (2, 8))), (True, (64, (1, 8)))])
