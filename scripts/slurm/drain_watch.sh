@@ -21,7 +21,7 @@ done
 
 # A node is listed once for each partition that it is in.
 draining() {
-    sinfo --noheader --Node --nodes "$SLURM_JOB_NODELIST" --format "%N %T" |
+    sinfo --all --noheader --Node --nodes "$SLURM_JOB_NODELIST" --format "%N %T" |
         while read -r host state; do
             [[ $state != @(drain|fail)* ]] || echo "$host"
         done | sort -u

@@ -8,7 +8,7 @@ one at which the job would visibly differ from one without steps.
 from typing import Final
 
 from megatron_resihp.integration.support.batches import steps_of
-from megatron_resihp.plan.batch_steps import consumed_before, size_at
+from megatron_resihp.plan.batch_steps import consumed_after, size_at
 from recipe_runs.shrinking.draft import Draft
 from recipe_runs.shrinking.grid import CONTEXT, PIPELINE, TENSOR
 
@@ -103,7 +103,7 @@ def batch_in(draft: Draft, iteration: int) -> int:
     if not draft.has(BATCHES):
         return draft.number(BATCH)
     steps = tuple(steps_of(draft.text(BATCHES), draft.number("--seq-length")))
-    return size_at(steps, consumed_before(steps, iteration))
+    return size_at(steps, consumed_after(steps, iteration - 1))
 
 
 def _shrink_length(draft: Draft, samples: int) -> None:

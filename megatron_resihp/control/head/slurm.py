@@ -72,7 +72,7 @@ def _listen(nodes: Mapping[str, int]) -> tuple[int, ...]:
     """Which of these are down, once all are, or after a while."""
     until = time.monotonic() + LISTEN_S
     while nodes:
-        states = _lines("sinfo", "--noheader", "--Node", "--nodes", ",".join(nodes), "--format", "%N %T")
+        states = _lines("sinfo", "--all", "--noheader", "--Node", "--nodes", ",".join(nodes), "--format", "%N %T")
         down = {name for name, _, state in (line.partition(" ") for line in states) if is_down(state)}
         if down >= nodes.keys() or time.monotonic() > until:
             return tuple(sorted(node for name, node in nodes.items() if name in down))

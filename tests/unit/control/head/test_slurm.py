@@ -20,7 +20,7 @@ def down(
     directory: Path, monkeypatch: pytest.MonkeyPatch, nodes: tuple[int, ...], sinfo: str = SINFO, **step: str
 ) -> tuple[int, ...]:
     """What is told of these nodes."""
-    for name, does in {"scontrol": "printf 'n%d\\n' 0 1 2", "sinfo": f"echo $4 >> {directory}/asked; {sinfo}"}.items():
+    for name, does in {"scontrol": "printf 'n%d\\n' 0 1 2", "sinfo": f"echo $5 >> {directory}/asked; {sinfo}"}.items():
         (directory / name).write_text(f"#!/usr/bin/env bash\n{does}\n")
         (directory / name).chmod(0o755)
     monkeypatch.setattr(slurm, "LISTEN_S", 0.2)
