@@ -118,7 +118,8 @@ def _shrink_layout(draft: Draft, stages: int) -> int:
     end = expand(draft.text(LAYOUT))[-1].replace("t", "")
     per_stage = max(LAYERS // stages, 1)
     layers = ["t" * per_stage] * stages
-    layers[0], layers[-1] = "E" + layers[0], layers[-1] + end
+    layers[0] = "E" + layers[0]
+    layers[-1] += end
     draft.set(LAYOUT, "|".join(layers))
     return per_stage * stages
 

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -137,6 +136,13 @@ def test_layers_fit_the_pipeline(flags: str, layers: str, expected: dict[str, st
     assert (int(options["--num-layers"]) + ends) % stages == 0
 
 
+def test_a_layout_of_which_one_stage_is_left_keeps_both_ends() -> None:
+    shared = "--num-experts 64 --expert-model-parallel-size 16 --expert-tensor-parallel-size 1".split()
+    pipeline = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*7|t*7mL --num-layers 14".split()
+    _, options = small(DENSE, "--tensor-model-parallel-size", "2", *shared, *pipeline)
+    assert options["--pipeline-model-parallel-layout"] == "EttttmL" and options["--num-layers"] == "4"
+
+
 def test_layouts_are_read_as_megatron_writes_them() -> None:
     assert expand("Et*2|(tt|)*2t|mL") == ["Ett", "tt", "tt", "t", "mL"]
 
@@ -155,7 +161,6 @@ def test_nothing_is_drawn_that_stock_megatron_would_draw_otherwise() -> None:
 
 
 OFFICIAL = Path(os.environ.get("RESIHP_RECIPES") or "no-such-file")
-"""Of Megatron 0.19; 0.18 refuses two of them."""
 
 
 def test_megatron_accepts_what_recipes_shrink_to(repository: Path, tmp_path: Path) -> None:
@@ -164,8 +169,7 @@ def test_megatron_accepts_what_recipes_shrink_to(repository: Path, tmp_path: Pat
     recipes = [{"name": grid, "args": f"{DENSE} {grid}".split()} for grid in grids]
     file = tmp_path / "recipes.json"
     file.write_text(json.dumps(recipes))
-    files = (file, OFFICIAL) if version("megatron-core").startswith("0.19.") else (file,)
-    for each in filter(Path.exists, files):
+    for each in filter(Path.exists, (file, OFFICIAL)):
         command = [sys.executable, repository / "benchmarks" / "recipe_runs" / "validate.py", each]
         finished = subprocess.run(command, capture_output=True, text=True, timeout=100)
         assert finished.returncode == 0, finished.stderr
