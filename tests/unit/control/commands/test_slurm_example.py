@@ -140,8 +140,8 @@ def test_it_is_queued_again_where_that_helps(tmp_path: Path, variables: dict[str
 
 
 def test_a_task_that_hangs_does_not_keep_the_job_from_being_queued_again(tmp_path: Path) -> None:
-    hangs = "echo 138 > $RUN_DIR/exit_code; exec /bin/sleep 8"
-    done = run(tmp_path, LAUNCH=hangs, LOOK_S="0.1")
+    hangs = "echo 138 > $RUN_DIR/exit_code; exec /bin/sleep 5"
+    done = run(tmp_path, LAUNCH=hangs, LOOK_S="0.05")
     assert (done.returncode, "scontrol requeue 7" in done.stdout) == (138, True)
     assert "but not all tasks have" in done.stderr
 
