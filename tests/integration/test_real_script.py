@@ -154,6 +154,18 @@ def test_evaluation(jobs: Jobs, tmp_path: Path) -> None:
     assert evaluations(job) == evaluations(reference) and evaluations(job)
 
 
+@pytest.mark.parametrize("inject", [None, "kill:0@4:evaluate"], ids=["undisturbed", "a death"])
+def test_an_evaluation_that_unlike_replicas_share(jobs: Jobs, tmp_path: Path, inject: str | None) -> None:
+    model = MODEL | UNIFORM_LAYOUT | EVALUATION | {"eval_iters": 2}
+    asked = FOUR["unlike replicas"]
+    assert len(asked.replicas) == 2 and all(map(all, (replica.stages for replica in asked.replicas)))
+    reference = jobs.reference(tiny(**model), workers=4)
+    job = jobs.run(tiny(**model, resihp_plan=ask_at(tmp_path, (asked, 1)), resihp_inject=inject), workers=4)
+    check_training(job, reference)
+    assert are_heterogeneous(job)[1] and bool(job.summary.deaths) == (inject is not None)
+    assert evaluations(job) == evaluations(reference) and evaluations(job)
+
+
 def test_logs_through_a_kill(jobs: Jobs, tmp_path: Path) -> None:
     """Of the worker that logs, at any moment of an iteration."""
     whole, mended = tmp_path / "whole", tmp_path / "mended"

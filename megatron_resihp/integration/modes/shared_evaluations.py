@@ -12,7 +12,7 @@ import torch
 
 from megatron_resihp.executor.groups.side_group import MakeSideGroup
 from megatron_resihp.integration.modes.mode import Losses
-from megatron_resihp.integration.world.heterogeneous import HeterogeneousView
+from megatron_resihp.integration.world.heterogeneous import HeterogeneousView, head_of
 
 
 class SharedEvaluations:
@@ -30,7 +30,7 @@ class SharedEvaluations:
             return
         count = args.eval_global_batch_size // args.eval_micro_batch_size
         replicas, heads = view.evaluation(count), view.evaluating_heads(count)
-        self._telling = {replica.stages[replica.stage_of_chunk[-1]][-1] for replica in replicas}
+        self._telling = {head_of(replica)[-1] for replica in replicas}
         if len(replicas) > 1 and view.worker in heads:
             self._group = make_group("evaluations", heads)
 

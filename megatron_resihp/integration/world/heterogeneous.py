@@ -92,9 +92,8 @@ class HeterogeneousView(View):
 
     @cached_property
     def _head_members(self) -> tuple[int, ...]:
-        """Members of the first replica that evaluates."""
-        replica = self._evaluating[0]
-        return replica.stages[replica.stage_of_chunk[-1]]
+        """Of the first replica that evaluates."""
+        return head_of(self._evaluating[0])
 
     @cached_property
     def _evaluating(self) -> tuple[Replica, ...]:
@@ -118,8 +117,12 @@ class HeterogeneousView(View):
 
     def evaluating_heads(self, count: int) -> tuple[int, ...]:
         """The workers that know losses of an evaluation of `count` micro-batches; sorted."""
-        heads = (replica.stages[replica.stage_of_chunk[-1]] for replica in self.evaluation(count))
-        return tuple(sorted(worker for members in heads for worker in members))
+        return tuple(sorted(worker for replica in self.evaluation(count) for worker in head_of(replica)))
+
+
+def head_of(replica: Replica) -> tuple[int, ...]:
+    """The members of the stage that has the head; a helper's do its work where there are none."""
+    return replica.stages[replica.stage_of_chunk[-1]]
 
 
 def _is_in(replica: Replica, worker: int) -> bool:
@@ -151,5 +154,5 @@ def _helpers(plan: ParallelPlan, replica: Replica, chunk: int) -> tuple[int, ...
 def _runs_head(replica: Replica) -> bool:
     """Whether any micro-batch goes through its head; another replica's may do all of its work."""
     if replica.schedule is None or not replica.schedule.orders:
-        return bool(replica.stages[replica.stage_of_chunk[-1]])
+        return bool(head_of(replica))
     return any(op.chunk == len(replica.chunks) - 1 for order in replica.schedule.orders for op in order)
