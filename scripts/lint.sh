@@ -23,6 +23,6 @@ else
     run "$BIN/ruff" check --output-format concise .
     run "$BIN/ruff" format --check .
 fi
-run "$BIN/mypy"
+run "$BIN/mypy" --num-workers 2
 run "$BIN/lint-imports" --no-logo
 exit "$code"

@@ -18,6 +18,17 @@ from typing import Any, Final, NoReturn
 MOCK_DATA_SIZE: Final = 1000
 DUMP_SIGNAL: Final = signal.SIGXCPU
 """That workers write the stacks of their threads at."""
+SEED_SETTERS: Final = (
+    "megatron.training",
+    "megatron_resihp.control.node",
+    "megatron_resihp.integration.enable",
+    "megatron_resihp.integration.loop",
+    "megatron_resihp.integration.modes",
+    "megatron_resihp.integration.patches",
+    "torch.cuda",
+    "torch.random",
+)
+"""Modules from which seeds are set."""
 SUSPECTS: Final = (0, 1)
 """Workers that a judge which "suspects" cannot tell apart."""
 
@@ -71,7 +82,9 @@ def _warm_up() -> None:
 
     runpy.run_path(sys.argv[1], run_name="warm_up")
     _import_what_jobs_import_late()
+    _read_event_classes()
     _save_megatron_some_work()
+    _save_torch_some_work()
     _keep_spawned_processes_small()
     # A collection in a worker would write to every object, and so copy all of this process's memory.
     gc.collect()
@@ -80,13 +93,24 @@ def _warm_up() -> None:
 
 
 def _import_what_jobs_import_late() -> None:
+    import multiprocessing.managers
+    import multiprocessing.pool
+    import multiprocessing.queues  # noqa: F401
+
     import megatron.core.datasets.helpers
     import megatron.core.models.mimo
-    import megatron.core.tokenizers.text.libraries  # noqa: F401
+    import megatron.core.tokenizers.text.libraries
+    import megatron.core.tokenizers.text.models.default_tokenizer
+    import megatron.core.tokenizers.text.models.gpt_tokenizer  # noqa: F401
     import torch.utils.tensorboard  # noqa: F401
 
+    import megatron_resihp.cli
     import megatron_resihp.detector.service
+    import megatron_resihp.integration.patches.experts.additional_rounds
+    import megatron_resihp.integration.patches.experts.uneven
     import megatron_resihp.integration.patches.training
+    import megatron_resihp.integration.probes.injection_points
+    import megatron_resihp.integration.streams.patches
     import megatron_resihp.report.run.terminal  # noqa: F401
 
 
@@ -107,6 +131,28 @@ def _save_megatron_some_work() -> None:
     ArgumentGroupFactory._get_field_docstrings = lambda _, described: remembered(described)
     add_megatron_arguments(ArgumentParser())
     MockGPTLowLevelDataset.size = MOCK_DATA_SIZE
+
+
+def _save_torch_some_work() -> None:
+    """Each worker would read the metadata of all installed packages for the one that has gloo, and, as long as there is
+    no CUDA, the sources of whoever sets a seed.
+    """
+    import linecache
+
+    from torch.distributed.distributed_c10d import Backend, BackendConfig
+
+    BackendConfig(Backend("gloo"))
+    for name, module in list(sys.modules.items()):
+        if name.startswith(SEED_SETTERS) and getattr(module, "__file__", None):
+            linecache.getlines(str(module.__file__))
+
+
+def _read_event_classes() -> None:
+    from megatron_resihp.events.catalogue import EVENTS
+    from megatron_resihp.events.fields import fields_of
+
+    for event in EVENTS.values():
+        fields_of(event)
 
 
 def _keep_spawned_processes_small() -> None:

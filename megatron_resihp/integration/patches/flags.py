@@ -58,8 +58,8 @@ def wrap_add_megatron_arguments(
     @functools.wraps(original)
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         global _parser
-        _parser = argparse.ArgumentParser(add_help=False)
-        original(_parser)
+        if _parser is None:
+            _parser = original(argparse.ArgumentParser(add_help=False))
         _mend_help(original(parser))
         return add_arguments(parser)
 
@@ -71,7 +71,7 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
     formatter = parser._get_formatter()
     for action in parser._actions:
         try:
-            if action.help:
+            if "%" in (action.help or ""):
                 formatter._expand_help(action)
         except (ValueError, TypeError, KeyError):
             action.help = str(action.help).replace("%", "%%")

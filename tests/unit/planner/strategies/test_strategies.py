@@ -93,7 +93,7 @@ def _renamed_blocks(plan: ParallelPlan, cost: JobCost, random: Random) -> dict[i
     return label
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(
     situation=situations(),
     names=st.lists(st.sampled_from(sorted(STRATEGIES)), min_size=2, max_size=4),
