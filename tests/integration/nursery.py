@@ -115,20 +115,16 @@ def _import_what_jobs_import_late() -> None:
 
 
 def _save_megatron_some_work() -> None:
-    """Two thirds of the time that a worker takes to start: its help texts, which Megatron makes from the sources of
-    its classes twice in each worker, are kept; and mock data has an index of thousands of samples in place of millions.
+    """Two thirds of the time that a worker takes to start: help texts are kept, and mock data has an index of thousands
+    of samples in place of millions.
     """
     from argparse import ArgumentParser
-    from functools import cache
 
+    from help_texts import keep_help_texts
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
-    from megatron.training.argument_utils import ArgumentGroupFactory
     from megatron.training.arguments import add_megatron_arguments
 
-    read_sources = ArgumentGroupFactory._get_field_docstrings
-    any_factory = object.__new__(ArgumentGroupFactory)
-    remembered = cache(lambda described: read_sources(any_factory, described))
-    ArgumentGroupFactory._get_field_docstrings = lambda _, described: remembered(described)
+    keep_help_texts()
     add_megatron_arguments(ArgumentParser())
     MockGPTLowLevelDataset.size = MOCK_DATA_SIZE
 
