@@ -35,12 +35,12 @@ from megatron_resihp.control.commands.launch_options import LaunchOptions
 from megatron_resihp.control.commands.open_files import allow_as_many_as_may_be
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.node.agent import LOOK_S
+from megatron_resihp.control.transport.access.secret import Secret, fresh_secret
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.node_liveness import Joining, Meeting, NodeWatcher, join, publish
-from megatron_resihp.control.transport.secret import Secret, fresh_secret
-from megatron_resihp.control.transport.store import reserve
-from megatron_resihp.control.transport.store_client import connect
-from megatron_resihp.control.transport.store_server import StoreServer
+from megatron_resihp.control.transport.sockets import reserve
+from megatron_resihp.control.transport.store.client import connect
+from megatron_resihp.control.transport.store.server import StoreServer
 
 WORKERS_PER_NODE: Final = 8
 GOAL_JOIN_S: Final = 10.0

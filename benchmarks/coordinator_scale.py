@@ -42,14 +42,14 @@ from megatron_resihp.control.commands.open_files import allow_as_many_as_may_be
 from megatron_resihp.control.coordination.coordinator import Coordinator
 from megatron_resihp.control.head.decision_file import FILE_NAME, DecisionFile
 from megatron_resihp.control.job_size import JobSize
+from megatron_resihp.control.transport.access.secret import Secret, fresh_secret
 from megatron_resihp.control.transport.address import Address
-from megatron_resihp.control.transport.line import Line
-from megatron_resihp.control.transport.questions import Gathering, gathering_s
-from megatron_resihp.control.transport.secret import Secret, fresh_secret
-from megatron_resihp.control.transport.store import StoreError, reserve
-from megatron_resihp.control.transport.store_client import Direct, StoreClient, connect
-from megatron_resihp.control.transport.store_server import StoreServer
-from megatron_resihp.control.transport.store_wire import Op, Request, Said
+from megatron_resihp.control.transport.sockets import StoreError, reserve
+from megatron_resihp.control.transport.store.client import Direct, StoreClient, connect
+from megatron_resihp.control.transport.store.line import Line
+from megatron_resihp.control.transport.store.questions import Gathering, gathering_s
+from megatron_resihp.control.transport.store.server import StoreServer
+from megatron_resihp.control.transport.store.wire import Op, Request, Said
 from megatron_resihp.plan import Chunk, ParallelPlan
 from megatron_resihp.plan.replica import shards_at
 from megatron_resihp.protocol.job import JobDescription

@@ -24,7 +24,7 @@ from typing import IO, Any, Final, NamedTuple
 from launched import is_alive
 from nursery import DUMP_SIGNAL
 
-from megatron_resihp.control.transport.secret import VARIABLE as SECRET
+from megatron_resihp.control.transport.access.secret import VARIABLE as SECRET
 from megatron_resihp.events.log import FILE_NAME, read_events
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.plan.slices import TIED

@@ -27,9 +27,9 @@ from megatron_resihp.control.commands import launcher
 from megatron_resihp.control.commands.launch_options import LaunchOptions
 from megatron_resihp.control.coordination import coordinator
 from megatron_resihp.control.node import agent
+from megatron_resihp.control.transport.access.secret import find_secret
 from megatron_resihp.control.transport.address import parse_address
-from megatron_resihp.control.transport.secret import find_secret
-from megatron_resihp.control.transport.store_client import StoreClient, connect
+from megatron_resihp.control.transport.store.client import StoreClient, connect
 from megatron_resihp.events.epochs import EpochStarted
 from megatron_resihp.events.event import Event
 

@@ -20,12 +20,12 @@ from jobs import NODES_SECRET, Job, Jobs, check_training, tiny
 
 from megatron_resihp.control import keys
 from megatron_resihp.control.commands.contact import reach
+from megatron_resihp.control.transport.access.gate import RefusedSecretError, enter
+from megatron_resihp.control.transport.access.secret import VARIABLE
+from megatron_resihp.control.transport.access.secure import LENGTH
 from megatron_resihp.control.transport.address import Address, parse_address
-from megatron_resihp.control.transport.gate import RefusedSecretError, enter
-from megatron_resihp.control.transport.secret import VARIABLE
-from megatron_resihp.control.transport.secure import LENGTH
-from megatron_resihp.control.transport.store import StoreError
-from megatron_resihp.control.transport.store_wire import LARGEST
+from megatron_resihp.control.transport.sockets import StoreError
+from megatron_resihp.control.transport.store.wire import LARGEST
 
 pytestmark = pytest.mark.nightly
 

@@ -16,7 +16,7 @@ from protocol_instances import malformed
 
 from megatron_resihp.control import keys
 from megatron_resihp.control.commands.contact import reach
-from megatron_resihp.control.transport.store import Store
+from megatron_resihp.control.transport.store.store import Store
 from megatron_resihp.protocol.messages import MESSAGES
 from megatron_resihp.protocol.published import END, JobEnd
 

@@ -15,7 +15,7 @@ from test_nodes import TWO_NODES, free_port
 from megatron_resihp.cli import main
 from megatron_resihp.control import exit_codes
 from megatron_resihp.control.commands.contact import reach
-from megatron_resihp.control.transport.secret import VARIABLE
+from megatron_resihp.control.transport.access.secret import VARIABLE
 
 pytestmark = pytest.mark.nightly
 

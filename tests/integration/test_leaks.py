@@ -16,8 +16,8 @@ from jobs import Job, Jobs, ask_at, check_training, tiny
 from test_plans import chunks, stages
 
 from megatron_resihp.control.commands.contact import reach
-from megatron_resihp.control.transport.store import StoreError
-from megatron_resihp.control.transport.store_wire import Op
+from megatron_resihp.control.transport.sockets import StoreError
+from megatron_resihp.control.transport.store.wire import Op
 from megatron_resihp.plan import ParallelPlan, Replica
 
 RECOVERIES = 50

@@ -25,11 +25,13 @@ from megatron_resihp.control.commands.contact import Contact, read_contact
 from megatron_resihp.control.coordination.actions import Action, End
 from megatron_resihp.control.coordination.coordinator import Coordinator
 from megatron_resihp.control.head.decision_logs import decisions_at
-from megatron_resihp.control.transport import lasting, store_client, store_relay
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.etcd.gateway import Gateway
 from megatron_resihp.control.transport.etcd.location import Location
 from megatron_resihp.control.transport.etcd.presence import SETTLE_S, lease_holders
+from megatron_resihp.control.transport.store import client as store_client
+from megatron_resihp.control.transport.store import lasting
+from megatron_resihp.control.transport.store import relay as store_relay
 from megatron_resihp.report.run.standing import Launcher, launcher_of
 
 pytestmark = [pytest.mark.nightly, needs_etcd]

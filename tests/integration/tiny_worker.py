@@ -24,8 +24,8 @@ from pathlib import Path
 
 from megatron_resihp.control.node import environment
 from megatron_resihp.control.node.environment import SLOTS
-from megatron_resihp.control.transport.lasting import LastingStore
-from megatron_resihp.control.transport.store_client import StoreClient, open_connection
+from megatron_resihp.control.transport.store.client import StoreClient, open_connection
+from megatron_resihp.control.transport.store.lasting import LastingStore
 from megatron_resihp.control.worker.client import WorkerControl
 from megatron_resihp.control.worker.errors import EpochBroken, JobEnded, UnreachableError
 from megatron_resihp.control.worker.heard import NO_EPOCH

@@ -12,11 +12,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import Final
 
+from megatron_resihp.control.transport.access.gate import RefusedSecretError
+from megatron_resihp.control.transport.access.secret import Secret, UnreadableError, find_secret, is_secret_given
 from megatron_resihp.control.transport.address import Address
-from megatron_resihp.control.transport.gate import RefusedSecretError
-from megatron_resihp.control.transport.secret import Secret, UnreadableError, find_secret, is_secret_given
-from megatron_resihp.control.transport.store import Store, StoreError
-from megatron_resihp.control.transport.store_client import connect
+from megatron_resihp.control.transport.sockets import StoreError
+from megatron_resihp.control.transport.store.client import connect
+from megatron_resihp.control.transport.store.store import Store
 
 SEEN_WITHIN_S: Final = 60.0
 """A file system of several nodes may show an earlier run's secret for so long, or none."""

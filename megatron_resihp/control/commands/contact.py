@@ -20,12 +20,13 @@ from megatron_resihp.coding import Form, Tolerance, WrongValueError, decode, enc
 from megatron_resihp.control import keys
 from megatron_resihp.control.commands.claim import Hold, Owner, claimed, taken_over
 from megatron_resihp.control.transport import leaders
+from megatron_resihp.control.transport.access.encryption import CertificateError
+from megatron_resihp.control.transport.access.gate import OtherProtocolError, RefusedSecretError
+from megatron_resihp.control.transport.access.secret import UnreadableError, find_secret
 from megatron_resihp.control.transport.address import Address, parse_address
-from megatron_resihp.control.transport.encryption import CertificateError
-from megatron_resihp.control.transport.gate import OtherProtocolError, RefusedSecretError
-from megatron_resihp.control.transport.secret import UnreadableError, find_secret
-from megatron_resihp.control.transport.store import Store, StoreError
-from megatron_resihp.control.transport.store_client import connect
+from megatron_resihp.control.transport.sockets import StoreError
+from megatron_resihp.control.transport.store.client import connect
+from megatron_resihp.control.transport.store.store import Store
 from megatron_resihp.protocol.answers import ANSWERS, Answer, Refused
 from megatron_resihp.protocol.messages import MESSAGES, SlowdownRequest, WordOfCommand
 from megatron_resihp.protocol.wire import MalformedError

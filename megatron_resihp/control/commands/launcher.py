@@ -48,7 +48,6 @@ from megatron_resihp.control.replanning.replanner import Replanner
 from megatron_resihp.control.terminal import say, warn
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.etcd.presence import Presence
-from megatron_resihp.control.transport.lasting import LastingStore
 from megatron_resihp.control.transport.leaders import LEADERLESS_S, Leaders
 from megatron_resihp.control.transport.liveness import LivenessConnection, Watcher
 from megatron_resihp.control.transport.node_liveness import (
@@ -60,11 +59,12 @@ from megatron_resihp.control.transport.node_liveness import (
     join,
     records_address,
 )
-from megatron_resihp.control.transport.questions import gathering_s
 from megatron_resihp.control.transport.shipping import Relay, Uplink
-from megatron_resihp.control.transport.store import Store
-from megatron_resihp.control.transport.store_client import Direct, StoreClient, open_connection
-from megatron_resihp.control.transport.store_relay import StoreRelay
+from megatron_resihp.control.transport.store.client import Direct, StoreClient, open_connection
+from megatron_resihp.control.transport.store.lasting import LastingStore
+from megatron_resihp.control.transport.store.questions import gathering_s
+from megatron_resihp.control.transport.store.relay import StoreRelay
+from megatron_resihp.control.transport.store.store import Store
 from megatron_resihp.control.worker.saved_state import last_save
 from megatron_resihp.events.bus import EventBus
 from megatron_resihp.events.detection import Verdict

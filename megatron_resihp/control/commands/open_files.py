@@ -13,7 +13,7 @@ import resource
 from typing import Final
 
 from megatron_resihp.control.job_size import JobSize
-from megatron_resihp.control.transport.gate import most_unanswered
+from megatron_resihp.control.transport.access.gate import most_unanswered
 
 OF_ITS_OWN: Final = 64
 """Files that any launcher has open: libraries, logs, planners' processes, connections in the making."""

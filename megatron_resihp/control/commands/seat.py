@@ -27,27 +27,27 @@ from megatron_resihp.control.head.headquarters import EventSink
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.node.mailbox import Ending
 from megatron_resihp.control.terminal import say
-from megatron_resihp.control.transport.address import Address
-from megatron_resihp.control.transport.etcd.gateway import EtcdError
-from megatron_resihp.control.transport.etcd.leadership import Leadership
-from megatron_resihp.control.transport.gate import RefusedSecretError
-from megatron_resihp.control.transport.node_liveness import check_size, has_joined, is_apart, is_led_on
-from megatron_resihp.control.transport.secret import (
+from megatron_resihp.control.transport.access.gate import RefusedSecretError
+from megatron_resihp.control.transport.access.secret import (
     Secret,
     UnreadableError,
     find_secret,
     given_certificates,
     published_secret,
 )
-from megatron_resihp.control.transport.store import (
+from megatron_resihp.control.transport.address import Address
+from megatron_resihp.control.transport.etcd.gateway import EtcdError
+from megatron_resihp.control.transport.etcd.leadership import Leadership
+from megatron_resihp.control.transport.node_liveness import check_size, has_joined, is_apart, is_led_on
+from megatron_resihp.control.transport.sockets import (
     ElsewhereError,
-    Store,
     StoreError,
     TakenError,
     reserve,
     wait_until_reachable,
 )
-from megatron_resihp.control.transport.store_client import connect
+from megatron_resihp.control.transport.store.client import connect
+from megatron_resihp.control.transport.store.store import Store
 
 LOCAL_HOST: Final = "127.0.0.1"
 RESULT: Final = "exit_code"

@@ -27,14 +27,14 @@ from megatron_resihp.control.head.etcd_log import decisions_from
 from megatron_resihp.control.head.headquarters import EventSink
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.terminal import say
+from megatron_resihp.control.transport.access.encryption import PREFIX
+from megatron_resihp.control.transport.access.secret import find_secret, given_certificates, published_secret
 from megatron_resihp.control.transport.address import Address
-from megatron_resihp.control.transport.encryption import PREFIX
 from megatron_resihp.control.transport.etcd.gateway import EtcdError, Gateway, LeaseLostError, UnreachableError
 from megatron_resihp.control.transport.etcd.leadership import DeposedError, Leadership
 from megatron_resihp.control.transport.etcd.presence import Gone, NodeLeases, lease_holders
 from megatron_resihp.control.transport.leaders import LEADERLESS_S
-from megatron_resihp.control.transport.secret import find_secret, given_certificates, published_secret
-from megatron_resihp.control.transport.store import StoreError, reserve
+from megatron_resihp.control.transport.sockets import StoreError, reserve
 
 LOOK_S: Final = 0.5
 """How often it is looked for the leader's key."""

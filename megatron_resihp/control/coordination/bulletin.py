@@ -11,7 +11,7 @@ from collections import deque
 from typing import Final
 
 from megatron_resihp.control import keys
-from megatron_resihp.control.transport.store import Store
+from megatron_resihp.control.transport.store.store import Store
 from megatron_resihp.protocol.answers import ANSWERS, Answer
 from megatron_resihp.protocol.notices import (
     ABOUT_AN_EPOCH,

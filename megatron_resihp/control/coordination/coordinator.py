@@ -36,7 +36,8 @@ from megatron_resihp.control.coordination.requests import Requests
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.replanning.next_plan import NextPlan, uniform_or_less
 from megatron_resihp.control.transport.absence import Absence
-from megatron_resihp.control.transport.store import Store, StoreError
+from megatron_resihp.control.transport.sockets import StoreError
+from megatron_resihp.control.transport.store.store import Store
 from megatron_resihp.events.event import Event, stamped
 from megatron_resihp.events.injections import Drill
 from megatron_resihp.events.job import RunStarted

@@ -12,8 +12,8 @@ from typing import Final
 from megatron_resihp.control import keys
 from megatron_resihp.control.coordination.door import Heard, read_message
 from megatron_resihp.control.coordination.state_machine.state import State
-from megatron_resihp.control.transport.reader import MOST_TOLD, NO_MORE
-from megatron_resihp.control.transport.store import Store
+from megatron_resihp.control.transport.store.reader import MOST_TOLD, NO_MORE
+from megatron_resihp.control.transport.store.store import Store
 from megatron_resihp.events.job import MessageDropped
 from megatron_resihp.protocol.messages import NodeReport
 from megatron_resihp.protocol.wire import MalformedError, shown

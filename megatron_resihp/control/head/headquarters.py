@@ -32,13 +32,13 @@ from megatron_resihp.control.head.stalls import FOLLOWED, StallWatch
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.node.mailbox import Ending, coordinator_lost
 from megatron_resihp.control.replanning.replanner import Replanner
+from megatron_resihp.control.transport.access.secret import Secret
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.etcd.leadership import Leadership
 from megatron_resihp.control.transport.node_liveness import Meeting, publish
-from megatron_resihp.control.transport.secret import Secret
-from megatron_resihp.control.transport.store import StoreError
-from megatron_resihp.control.transport.store_client import CLONE_TIMEOUT_S, StoreClient, connect
-from megatron_resihp.control.transport.store_server import StoreServer
+from megatron_resihp.control.transport.sockets import StoreError
+from megatron_resihp.control.transport.store.client import CLONE_TIMEOUT_S, StoreClient, connect
+from megatron_resihp.control.transport.store.server import StoreServer
 from megatron_resihp.events.bus import EventBus
 from megatron_resihp.events.event import Event, stamped
 from megatron_resihp.events.job import RunFinished, Stall

@@ -24,8 +24,8 @@ from megatron_resihp.control import exit_codes, keys, linux
 from megatron_resihp.control.node import environment
 from megatron_resihp.control.streams import let_no_full_disk_end_this
 from megatron_resihp.control.transport.liveness import ENDED, FAILED, LivenessConnection
-from megatron_resihp.control.transport.store import StoreError
-from megatron_resihp.control.transport.store_client import StoreClient, open_connection
+from megatron_resihp.control.transport.sockets import StoreError
+from megatron_resihp.control.transport.store.client import StoreClient, open_connection
 from megatron_resihp.control.worker.errors import JobEnded
 from megatron_resihp.protocol.messages import MESSAGES, Message, ScriptEnded, ScriptFailed
 

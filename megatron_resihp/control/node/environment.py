@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Final
 
 from megatron_resihp.control.job_size import JobSize
+from megatron_resihp.control.transport.access.encryption import PREFIX as TLS
+from megatron_resihp.control.transport.access.secret import VARIABLE as SECRET
 from megatron_resihp.control.transport.address import Address
-from megatron_resihp.control.transport.by_agent import ByAgent, at_hatch
-from megatron_resihp.control.transport.encryption import PREFIX as TLS
 from megatron_resihp.control.transport.etcd.access import PREFIX as ETCD
-from megatron_resihp.control.transport.secret import VARIABLE as SECRET
+from megatron_resihp.control.transport.store.by_agent import ByAgent, at_hatch
 from megatron_resihp.plan.slots import slot_of
 
 WORKER: Final = "RESIHP_WORKER"

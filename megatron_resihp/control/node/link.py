@@ -17,13 +17,14 @@ from typing import Final
 from megatron_resihp.control import exit_codes, keys
 from megatron_resihp.control.node.mailbox import BrokenEpoch, Drained, Ending, GivenUp, coordinator_lost
 from megatron_resihp.control.slowness import Slowness
-from megatron_resihp.control.transport.encryption import CertificateError
-from megatron_resihp.control.transport.gate import OtherProtocolError, RefusedSecretError
-from megatron_resihp.control.transport.lasting import LastingStore
+from megatron_resihp.control.transport.access.encryption import CertificateError
+from megatron_resihp.control.transport.access.gate import OtherProtocolError, RefusedSecretError
 from megatron_resihp.control.transport.liveness import LivenessConnection
-from megatron_resihp.control.transport.reader import NoticeReader, Reader
-from megatron_resihp.control.transport.store import Store, StoreError
-from megatron_resihp.control.transport.store_client import StoreClient
+from megatron_resihp.control.transport.sockets import StoreError
+from megatron_resihp.control.transport.store.client import StoreClient
+from megatron_resihp.control.transport.store.lasting import LastingStore
+from megatron_resihp.control.transport.store.reader import NoticeReader, Reader
+from megatron_resihp.control.transport.store.store import Store
 from megatron_resihp.protocol.messages import MESSAGES, Message
 from megatron_resihp.protocol.notices import (
     DrainOrder,

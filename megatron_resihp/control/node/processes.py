@@ -19,7 +19,7 @@ from megatron_resihp.control.node.slowdown_injector import SlowdownInjector
 from megatron_resihp.control.node.starting import Worker
 from megatron_resihp.control.terminal import warn
 from megatron_resihp.control.transport.liveness import Watcher
-from megatron_resihp.control.transport.store_relay import StoreRelay
+from megatron_resihp.control.transport.store.relay import StoreRelay
 
 SHOWN_FAILURES: Final = 3
 

@@ -21,7 +21,7 @@ from megatron_resihp.control.node.spawn import Spawn, WorkerSpec
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.liveness import Watcher
 from megatron_resihp.control.transport.shipping import Relay
-from megatron_resihp.control.transport.store_relay import StoreRelay
+from megatron_resihp.control.transport.store.relay import StoreRelay
 
 ENDS: Final = {
     LIVENESS_FD: socket.SOCK_STREAM, RECORDS_FD: socket.SOCK_STREAM, STORE_FD: socket.SOCK_SEQPACKET,

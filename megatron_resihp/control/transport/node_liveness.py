@@ -15,12 +15,13 @@ from typing import Final
 from megatron_resihp.control import keys
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.transport.absence import Absence
+from megatron_resihp.control.transport.access.gate import Gate, enter_in_time
+from megatron_resihp.control.transport.access.secret import Secret
+from megatron_resihp.control.transport.access.secure import Session
 from megatron_resihp.control.transport.address import Address, parse_address
-from megatron_resihp.control.transport.gate import Gate, enter_in_time
 from megatron_resihp.control.transport.liveness import Kind, LivenessConnection, Watcher
-from megatron_resihp.control.transport.secret import Secret
-from megatron_resihp.control.transport.secure import Session
-from megatron_resihp.control.transport.store import Store, StoreError
+from megatron_resihp.control.transport.sockets import StoreError
+from megatron_resihp.control.transport.store.store import Store
 
 PURPOSE: Final = "liveness"
 LARGEST: Final = 64

@@ -18,12 +18,12 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from megatron_resihp.control.transport.access.gate import Gate, enter
+from megatron_resihp.control.transport.access.secret import Secret
+from megatron_resihp.control.transport.access.secure import Session
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.frames import Frames, framed
-from megatron_resihp.control.transport.gate import Gate, enter
-from megatron_resihp.control.transport.secret import Secret
-from megatron_resihp.control.transport.secure import Session
-from megatron_resihp.control.transport.store import StoreError
+from megatron_resihp.control.transport.sockets import StoreError
 
 LARGEST: Final = 64 * 1024 * 1024
 """A longer message is no message: its sender has gone mad."""

@@ -15,9 +15,10 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from megatron_resihp.control import keys
-from megatron_resihp.control.transport.lasting import LastingStore
-from megatron_resihp.control.transport.store import Store, StoreError
-from megatron_resihp.control.transport.store_client import StoreClient
+from megatron_resihp.control.transport.sockets import StoreError
+from megatron_resihp.control.transport.store.client import StoreClient
+from megatron_resihp.control.transport.store.lasting import LastingStore
+from megatron_resihp.control.transport.store.store import Store
 from megatron_resihp.control.worker.errors import JobEnded
 from megatron_resihp.control.worker.heard import READ_S
 from megatron_resihp.protocol.logs import LogPage

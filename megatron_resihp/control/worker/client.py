@@ -10,7 +10,7 @@ from typing import Final
 
 from megatron_resihp.control import exit_codes, keys
 from megatron_resihp.control.transport.address import Address
-from megatron_resihp.control.transport.store import Store
+from megatron_resihp.control.transport.store.store import Store
 from megatron_resihp.control.worker.behind import Behind
 from megatron_resihp.control.worker.channel import Channel
 from megatron_resihp.control.worker.doors import Doors

@@ -12,9 +12,10 @@ from typing import Final
 
 from megatron_resihp.control import exit_codes
 from megatron_resihp.control.slowness import Slowness
-from megatron_resihp.control.transport.lasting import LastingStore
-from megatron_resihp.control.transport.reader import NoticeReader
-from megatron_resihp.control.transport.store import Store, StoreError
+from megatron_resihp.control.transport.sockets import StoreError
+from megatron_resihp.control.transport.store.lasting import LastingStore
+from megatron_resihp.control.transport.store.reader import NoticeReader
+from megatron_resihp.control.transport.store.store import Store
 from megatron_resihp.control.worker.errors import CoordinatorLost, EpochBroken, JobEnded
 from megatron_resihp.protocol.notices import (
     DrainOrder,

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from megatron_resihp.control import keys
-from megatron_resihp.control.transport.store import Store
+from megatron_resihp.control.transport.store.store import Store
 
 Settings = Mapping[str, Any]
 """Settings by the name that users know, such as a flag or a package. Values are plain, as in JSON."""

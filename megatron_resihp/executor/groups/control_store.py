@@ -16,9 +16,9 @@ from urllib.parse import parse_qs, urlparse
 import torch.distributed as dist
 
 from megatron_resihp.control import keys
-from megatron_resihp.control.transport.store import StoreError
-from megatron_resihp.control.transport.store_client import Connection
-from megatron_resihp.control.transport.store_wire import Op, Reply, Said
+from megatron_resihp.control.transport.sockets import StoreError
+from megatron_resihp.control.transport.store.client import Connection
+from megatron_resihp.control.transport.store.wire import Op, Reply, Said
 
 FIRST_PAUSE_S = 0.0005
 LONGEST_PAUSE_S = 0.05

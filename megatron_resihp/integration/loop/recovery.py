@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from megatron.core.rerun_state_machine import RerunMode
 
-from megatron_resihp.control.transport.store import StoreError
+from megatron_resihp.control.transport.sockets import StoreError
 from megatron_resihp.control.worker.errors import CoordinatorLost, EpochBroken, JobEnded
 from megatron_resihp.executor.groups.errors import is_communicator_error, is_out_of_memory
 from megatron_resihp.executor.host_memory import host_memory_of

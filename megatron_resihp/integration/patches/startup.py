@@ -28,9 +28,9 @@ from megatron_resihp.control.commands.interface import GLOO
 from megatron_resihp.control.node import environment
 from megatron_resihp.control.node.absences import Seen
 from megatron_resihp.control.node.environment import ABSENCES_FD, SLOTS
-from megatron_resihp.control.transport.lasting import LastingStore
 from megatron_resihp.control.transport.shipping import Outbox
-from megatron_resihp.control.transport.store_client import StoreClient, open_connection
+from megatron_resihp.control.transport.store.client import StoreClient, open_connection
+from megatron_resihp.control.transport.store.lasting import LastingStore
 from megatron_resihp.control.worker.client import WorkerControl
 from megatron_resihp.control.worker.heard import NO_EPOCH
 from megatron_resihp.control.worker.identity import Identity, check_in, identity_of_job

@@ -10,13 +10,10 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Final
 
 from megatron_resihp.config import FALSE_ALARMS_PER_JOB
 from megatron_resihp.detector.settings import Settings
-
-VERDICTS_NAME: Final = "verdicts.json"
-PICTURE_NAME: Final = "detection.png"
+from megatron_resihp.report.detect import PICTURE_NAME, VERDICTS_NAME
 
 EPILOG = f"""\
 RUN_DIR is the run directory of a job that was started with `resihp launch` and --resihp.

@@ -23,7 +23,7 @@ from megatron_resihp.detector.series.judge import FEWEST_ROWS, judge_series
 from megatron_resihp.detector.settings import Settings
 from megatron_resihp.detector.verdict import Change, Verdict
 from megatron_resihp.report.console import progress_bar
-from megatron_resihp.report.detect.command import PICTURE_NAME, VERDICTS_NAME
+from megatron_resihp.report.detect import PICTURE_NAME, VERDICTS_NAME
 
 CERTAIN_ERROR: Final = 0.15
 """Mean error of predictions above which the evidence is insufficient to call workers healthy."""

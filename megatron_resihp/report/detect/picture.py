@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from megatron_resihp.detector.input.replay import Replay
 from megatron_resihp.detector.verdict import Change, Verdict
-from megatron_resihp.report.detect.terminal import who_of
+from megatron_resihp.report.detect.verdicts import who_of
 
 OBSERVED, PREDICTED, ALARM, RECOVERY = "#1f5fa8", "#f2b27a", "#b3261e", "#2e7d32"
 ROWS = 4

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron_resihp.detector.verdict import Change, Kind, Verdict
 from megatron_resihp.report.detect.detection import Detection
+from megatron_resihp.report.detect.verdicts import speed_of, what_of, who_of
 from megatron_resihp.report.words import count, listing
 
 MOST_LEFT_OUT = 5
@@ -52,24 +52,3 @@ def render(found: Detection, console: Console) -> None:
     for verdict in result.verdicts:
         table.add_row(str(verdict.iteration), who_of(verdict), what_of(verdict), speed_of(verdict), str(verdict.since))
     console.print(table)
-
-
-def who_of(verdict: Verdict) -> str:
-    """The worker or link, in words."""
-    if not verdict.workers:
-        return "some worker"
-    if verdict.kind is Kind.LINK:
-        return "link " + "–".join(map(str, verdict.workers))
-    return "worker " + ", ".join(map(str, verdict.workers))
-
-
-def what_of(verdict: Verdict) -> str:
-    """The verdict's kind of change, in words."""
-    return {Change.ONSET: "slow", Change.SEVERITY: "changed", Change.RECOVERY: "healthy again"}[verdict.change]
-
-
-def speed_of(verdict: Verdict) -> str:
-    """The speed with its confidence interval."""
-    if verdict.change is Change.RECOVERY:
-        return "1.00"
-    return f"{verdict.speed:.2f} ({verdict.speed_low:.2f}–{verdict.speed_high:.2f})"

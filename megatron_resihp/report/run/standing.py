@@ -16,7 +16,7 @@ from typing import Final
 from megatron_resihp.control.commands import contact
 from megatron_resihp.control.commands.claim import Owner
 from megatron_resihp.control.transport.leaders import LEADERLESS_S
-from megatron_resihp.control.transport.store import StoreError
+from megatron_resihp.control.transport.sockets import StoreError
 from megatron_resihp.control.worker.saved_state import LastSave, last_save
 from megatron_resihp.report.run.run_summary import EmergencyCheckpoint, RunSummary, Standing
 

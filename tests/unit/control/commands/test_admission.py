@@ -16,13 +16,14 @@ from megatron_resihp.control.commands.admission import admitted, find_secret
 from megatron_resihp.control.commands.contact import FILE_NAME as CONTACT
 from megatron_resihp.control.commands.contact import reach
 from megatron_resihp.control.job_size import JobSize
+from megatron_resihp.control.transport.access.gate import OtherProtocolError
+from megatron_resihp.control.transport.access.secret import FILE_NAME, VARIABLE
+from megatron_resihp.control.transport.access.secure import HELLO_BYTES
 from megatron_resihp.control.transport.address import Address
-from megatron_resihp.control.transport.gate import OtherProtocolError
 from megatron_resihp.control.transport.node_liveness import check_size, publish
-from megatron_resihp.control.transport.secret import FILE_NAME, VARIABLE
-from megatron_resihp.control.transport.secure import HELLO_BYTES
-from megatron_resihp.control.transport.store import Store, StoreError
-from megatron_resihp.control.transport.store_client import connect
+from megatron_resihp.control.transport.sockets import StoreError
+from megatron_resihp.control.transport.store.client import connect
+from megatron_resihp.control.transport.store.store import Store
 from megatron_resihp.protocol.version import MAJOR
 
 WAIT_S = 10.0

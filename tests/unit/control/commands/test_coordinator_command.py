@@ -20,11 +20,11 @@ from megatron_resihp.control.commands.launch_options import LaunchError, LaunchO
 from megatron_resihp.control.commands.launcher import NoEvents
 from megatron_resihp.control.commands.seat import Seat, take_seat
 from megatron_resihp.control.job_size import JobSize
+from megatron_resihp.control.transport.access.secret import VARIABLE
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.node_liveness import publish
-from megatron_resihp.control.transport.secret import VARIABLE
-from megatron_resihp.control.transport.store_client import connect
-from megatron_resihp.control.transport.store_server import StoreServer
+from megatron_resihp.control.transport.store.client import connect
+from megatron_resihp.control.transport.store.server import StoreServer
 
 ELSEWHERE = Address("192.0.2.1", 29400)
 """An address that is kept for documentation."""
@@ -147,7 +147,7 @@ def test_node_0_without_a_secret_is_refused(tmp_path: Path, monkeypatch: pytest.
 
 def test_node_0_waits_for_a_coordinator_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And for none without a run directory to share with it."""
-    monkeypatch.setattr("megatron_resihp.control.transport.store.PROBE_PERIOD_S", 1.0)
+    monkeypatch.setattr("megatron_resihp.control.transport.sockets.PROBE_PERIOD_S", 1.0)
     options = LaunchOptions(("x.py",), nodes=2, coordinator=ELSEWHERE, run_dir=tmp_path, connect_timeout_s=0.1)
     with ExitStack() as stack:
         with pytest.raises(LaunchError, match=r"nothing answers at 192\.0\.2\.1:29400 .*resihp coordinator there"):

@@ -13,11 +13,11 @@ from megatron_resihp.control.commands.interface import GLOO, NCCL, problem, vari
 from megatron_resihp.control.commands.launch_options import LaunchError, LaunchOptions, check
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.node.environment import JobEnvironment
+from megatron_resihp.control.transport.access.secret import fresh_secret
 from megatron_resihp.control.transport.address import Address, parse_address
-from megatron_resihp.control.transport.secret import fresh_secret
-from megatron_resihp.control.transport.store import reserve
-from megatron_resihp.control.transport.store_client import connect
-from megatron_resihp.control.transport.store_server import StoreServer
+from megatron_resihp.control.transport.sockets import reserve
+from megatron_resihp.control.transport.store.client import connect
+from megatron_resihp.control.transport.store.server import StoreServer
 from megatron_resihp.control.worker.own_address import own_address_towards
 from megatron_resihp.control.worker.reach import Door, unreachable
 

@@ -19,9 +19,9 @@ from megatron_resihp.control.commands.seat import check_still_there, take_seat
 from megatron_resihp.control.head import returning
 from megatron_resihp.control.head.returning import TAKEN_LOOK_S, Offers
 from megatron_resihp.control.job_size import JobSize
+from megatron_resihp.control.transport.access.secret import FILE_NAME, VARIABLE, fresh_secret
 from megatron_resihp.control.transport.address import Address
-from megatron_resihp.control.transport.secret import FILE_NAME, VARIABLE, fresh_secret
-from megatron_resihp.control.transport.store import StoreError
+from megatron_resihp.control.transport.sockets import StoreError
 
 ENDED = "that this node waited to join has ended"
 

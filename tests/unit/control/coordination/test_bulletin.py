@@ -11,9 +11,9 @@ from served import serving
 
 from megatron_resihp.control import keys
 from megatron_resihp.control.coordination.bulletin import ANSWERS_KEPT, Bulletin
-from megatron_resihp.control.transport.reader import LOOK_BACK_S, NoticeReader
-from megatron_resihp.control.transport.store_client import StoreClient
-from megatron_resihp.control.transport.store_wire import Op
+from megatron_resihp.control.transport.store.client import StoreClient
+from megatron_resihp.control.transport.store.reader import LOOK_BACK_S, NoticeReader
+from megatron_resihp.control.transport.store.wire import Op
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.protocol.answers import Accepted
 from megatron_resihp.protocol.notices import (

@@ -26,7 +26,7 @@ from megatron_resihp.control.coordination.state_machine.membership import Member
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.node import link
 from megatron_resihp.control.node.mailbox import Ending, GivenUp
-from megatron_resihp.control.transport.reader import MOST_TOLD, NO_MORE
+from megatron_resihp.control.transport.store.reader import MOST_TOLD, NO_MORE
 from megatron_resihp.control.worker.client import WorkerControl
 from megatron_resihp.control.worker.errors import JobEnded
 from megatron_resihp.events.codec import plain, read_event

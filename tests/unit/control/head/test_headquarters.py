@@ -21,10 +21,10 @@ from megatron_resihp.control.head.headquarters import Headquarters, Job
 from megatron_resihp.control.head.stalls import StallWatch
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.node.mailbox import Ending
+from megatron_resihp.control.transport.access.secret import fresh_secret
 from megatron_resihp.control.transport.address import Address
-from megatron_resihp.control.transport.secret import fresh_secret
-from megatron_resihp.control.transport.store import StoreError, reserve
-from megatron_resihp.control.transport.store_client import StoreClient, connect
+from megatron_resihp.control.transport.sockets import StoreError, reserve
+from megatron_resihp.control.transport.store.client import StoreClient, connect
 from megatron_resihp.events.bus import EventBus
 from megatron_resihp.events.event import Event
 from megatron_resihp.protocol.published import END

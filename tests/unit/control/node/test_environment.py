@@ -12,8 +12,8 @@ import pytest
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.node import environment
 from megatron_resihp.control.node.environment import JobEnvironment, give_back_nccl, overruled, warnings_of
+from megatron_resihp.control.transport.access.secret import VARIABLE as SECRET
 from megatron_resihp.control.transport.address import Address
-from megatron_resihp.control.transport.secret import VARIABLE as SECRET
 
 STORE = Address("localhost", 1)
 ABSENT = Path("/absent/nccl.conf")

@@ -16,8 +16,8 @@ from megatron_resihp.control import exit_codes, keys
 from megatron_resihp.control.node import link as link_module
 from megatron_resihp.control.node.link import Link
 from megatron_resihp.control.node.mailbox import Ending
-from megatron_resihp.control.transport.gate import RefusedSecretError
-from megatron_resihp.control.transport.store import StoreError
+from megatron_resihp.control.transport.access.gate import RefusedSecretError
+from megatron_resihp.control.transport.sockets import StoreError
 from megatron_resihp.protocol.messages import SaveRequest
 from megatron_resihp.protocol.notices import NOTICES, JobEnds
 

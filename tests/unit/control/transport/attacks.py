@@ -10,9 +10,8 @@ from typing import Final
 from protocol_examples import PLAN
 
 from megatron_resihp.control import keys
-from megatron_resihp.control.transport.address import Address
-from megatron_resihp.control.transport.secret import Secret
-from megatron_resihp.control.transport.secure import (
+from megatron_resihp.control.transport.access.secret import Secret
+from megatron_resihp.control.transport.access.secure import (
     ANSWER_BYTES,
     HELLO_BYTES,
     LENGTH,
@@ -20,7 +19,8 @@ from megatron_resihp.control.transport.secure import (
     Challenge,
     Session,
 )
-from megatron_resihp.control.transport.store_wire import LARGEST, PURPOSE, Op, Request, write_request
+from megatron_resihp.control.transport.address import Address
+from megatron_resihp.control.transport.store.wire import LARGEST, PURPOSE, Op, Request, write_request
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.protocol.messages import (
     MESSAGES,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from megatron_resihp.control.transport.encryption import CA, CERTIFICATE, KEY, Certificates
+from megatron_resihp.control.transport.access.encryption import CA, CERTIFICATE, KEY, Certificates
 
 EC = ("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
 

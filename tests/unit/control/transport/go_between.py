@@ -7,8 +7,8 @@ import socket
 import threading
 from contextlib import suppress
 
+from megatron_resihp.control.transport.access.secret import Secret
 from megatron_resihp.control.transport.address import Address
-from megatron_resihp.control.transport.secret import Secret
 
 
 class GoBetween:

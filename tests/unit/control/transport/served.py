@@ -7,14 +7,14 @@ import socket
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
+from megatron_resihp.control.transport.access.secret import Secret, fresh_secret
 from megatron_resihp.control.transport.address import Address
-from megatron_resihp.control.transport.by_agent import ByAgent, at_hatch
 from megatron_resihp.control.transport.leaders import Leaders
-from megatron_resihp.control.transport.secret import Secret, fresh_secret
-from megatron_resihp.control.transport.store import reserve
-from megatron_resihp.control.transport.store_client import Direct, StoreClient, connect, open_connection
-from megatron_resihp.control.transport.store_relay import StoreRelay
-from megatron_resihp.control.transport.store_server import StoreServer
+from megatron_resihp.control.transport.sockets import reserve
+from megatron_resihp.control.transport.store.by_agent import ByAgent, at_hatch
+from megatron_resihp.control.transport.store.client import Direct, StoreClient, connect, open_connection
+from megatron_resihp.control.transport.store.relay import StoreRelay
+from megatron_resihp.control.transport.store.server import StoreServer
 from megatron_resihp.protocol.together import Together
 
 HOST = "127.0.0.1"

@@ -17,19 +17,19 @@ from authority import authority, certificates, sign, variables
 from go_between import GoBetween
 from served import CONNECT_S, HOST, Served
 
-from megatron_resihp.control.transport import encryption, gate
-from megatron_resihp.control.transport.address import Address
-from megatron_resihp.control.transport.encryption import (
+from megatron_resihp.control.transport.access import encryption, gate
+from megatron_resihp.control.transport.access.encryption import (
     CA,
     CERTIFICATE,
     KEY,
     EncryptionError,
     certificates_of,
 )
-from megatron_resihp.control.transport.gate import Gate, enter
-from megatron_resihp.control.transport.secret import Secret, find_secret, fresh_secret, published_secret
-from megatron_resihp.control.transport.store import StoreError, reserve
-from megatron_resihp.control.transport.store_client import StoreClient, connect
+from megatron_resihp.control.transport.access.gate import Gate, enter
+from megatron_resihp.control.transport.access.secret import Secret, find_secret, fresh_secret, published_secret
+from megatron_resihp.control.transport.address import Address
+from megatron_resihp.control.transport.sockets import StoreError, reserve
+from megatron_resihp.control.transport.store.client import StoreClient, connect
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the program openssl")
 WAIT_S = 10.0

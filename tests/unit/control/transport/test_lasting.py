@@ -15,9 +15,9 @@ from go_between import GoBetween
 from served import Served, relaying, serving
 
 from megatron_resihp.control import keys
-from megatron_resihp.control.transport.lasting import LastingStore
-from megatron_resihp.control.transport.store import SILENT_S, StoreError
-from megatron_resihp.control.transport.store_client import StoreClient, connect
+from megatron_resihp.control.transport.sockets import SILENT_S, StoreError
+from megatron_resihp.control.transport.store.client import StoreClient, connect
+from megatron_resihp.control.transport.store.lasting import LastingStore
 from megatron_resihp.control.worker.client import WorkerControl
 from megatron_resihp.protocol.messages import MESSAGES, TrainingFinished
 from megatron_resihp.protocol.notices import NOTICES, EpochIsBroken

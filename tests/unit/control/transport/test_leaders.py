@@ -18,16 +18,18 @@ from megatron_resihp.control import keys
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.node import link
 from megatron_resihp.control.node.mailbox import Ending
-from megatron_resihp.control.transport import lasting, store_relay
+from megatron_resihp.control.transport.access.secret import fresh_secret
 from megatron_resihp.control.transport.address import Address
-from megatron_resihp.control.transport.lasting import LastingStore
 from megatron_resihp.control.transport.leaders import FILE_NAME, Leaders
 from megatron_resihp.control.transport.liveness import LivenessConnection
 from megatron_resihp.control.transport.node_liveness import Joining, NodeLoss, NodeWatcher, come_back
-from megatron_resihp.control.transport.secret import fresh_secret
 from megatron_resihp.control.transport.shipping import Relay, Uplink
-from megatron_resihp.control.transport.store import Store, StoreError, reserve
-from megatron_resihp.control.transport.store_client import StoreClient, connect, open_connection
+from megatron_resihp.control.transport.sockets import StoreError, reserve
+from megatron_resihp.control.transport.store import lasting
+from megatron_resihp.control.transport.store import relay as store_relay
+from megatron_resihp.control.transport.store.client import StoreClient, connect, open_connection
+from megatron_resihp.control.transport.store.lasting import LastingStore
+from megatron_resihp.control.transport.store.store import Store
 from megatron_resihp.control.worker.client import WorkerControl
 from megatron_resihp.control.worker.errors import CoordinatorLost
 from megatron_resihp.control.worker.heard import NO_EPOCH

@@ -6,8 +6,8 @@ from __future__ import annotations
 import socket
 
 from megatron_resihp.control.job_size import JobSize
+from megatron_resihp.control.transport.access.secret import fresh_secret
 from megatron_resihp.control.transport.node_liveness import NodeLoss, NodeWatcher
-from megatron_resihp.control.transport.secret import fresh_secret
 
 
 def test_only_nodes_that_begin_the_job_have_to_connect() -> None:

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from megatron_resihp.control import keys
-from megatron_resihp.control.transport.questions import GRID_S, IDLE_S, MOST_IDLE, Gathering, Questions, Told
-from megatron_resihp.control.transport.storage import Storage
-from megatron_resihp.control.transport.storage import Told as ToldThere
-from megatron_resihp.control.transport.store_wire import (
+from megatron_resihp.control.transport.store.questions import GRID_S, IDLE_S, MOST_IDLE, Gathering, Questions, Told
+from megatron_resihp.control.transport.store.storage import Storage
+from megatron_resihp.control.transport.store.storage import Told as ToldThere
+from megatron_resihp.control.transport.store.wire import (
     LONGEST_WAIT_S,
     MalformedRequestError,
     Op,

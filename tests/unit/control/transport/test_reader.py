@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_resihp.control import keys
-from megatron_resihp.control.transport.reader import GONE_S, NoticeReader
+from megatron_resihp.control.transport.store.reader import GONE_S, NoticeReader
 from megatron_resihp.protocol.notices import NOTICES, NoticesForgotten, WorkersGivenUp
 
 READ_S = 60.0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_resihp.control.transport.secret import (
+from megatron_resihp.control.transport.access.secret import (
     FILE_NAME,
     VARIABLE,
     UnreadableError,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_resihp.control.transport.secure import (
+from megatron_resihp.control.transport.access.secure import (
     ANSWER_BYTES,
     HELLO_BYTES,
     LENGTH,

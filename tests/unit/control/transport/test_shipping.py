@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from megatron_resihp.control.head.detection import Detection
 from megatron_resihp.control.transport import shipping
+from megatron_resihp.control.transport.access.secret import fresh_secret
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.frames import LENGTH, Frames
-from megatron_resihp.control.transport.secret import fresh_secret
 from megatron_resihp.control.transport.shipping import LARGEST, Inbox, Outbox, Relay, Uplink
-from megatron_resihp.control.transport.store import reserve
+from megatron_resihp.control.transport.sockets import reserve
 from megatron_resihp.events.bus import EventBus
 from megatron_resihp.events.detection import Detection as DetectionEvent
 from megatron_resihp.events.detection import DetectionFailed

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from megatron_resihp.control.transport.storage import YES, Storage
-from megatron_resihp.control.transport.store_wire import Op, Reply, Request, Said, read_values
+from megatron_resihp.control.transport.store.storage import YES, Storage
+from megatron_resihp.control.transport.store.wire import Op, Reply, Request, Said, read_values
 
 LONG_S = 60.0
 TAKE = Request(Op.TAKE, (b"queue",), LONG_S)

@@ -12,11 +12,11 @@ from contextlib import suppress
 import pytest
 from served import Served, relaying, serving
 
+from megatron_resihp.control.transport.access.secret import fresh_secret
 from megatron_resihp.control.transport.address import Address
-from megatron_resihp.control.transport.secret import fresh_secret
-from megatron_resihp.control.transport.store import StoreError, TakenError, reserve, wait_until_reachable
-from megatron_resihp.control.transport.store_client import StoreClient, connect
-from megatron_resihp.control.transport.store_wire import MAX_VALUE_BYTES
+from megatron_resihp.control.transport.sockets import StoreError, TakenError, reserve, wait_until_reachable
+from megatron_resihp.control.transport.store.client import StoreClient, connect
+from megatron_resihp.control.transport.store.wire import MAX_VALUE_BYTES
 
 SHORT_S = 0.05
 LONG_S = 10.0

@@ -20,17 +20,20 @@ from go_between import GoBetween
 from served import CONNECT_S, HOST, Node, Served, relaying, serving
 
 from megatron_resihp.control import keys
-from megatron_resihp.control.transport import leaders, store_client, store_relay, store_server
+from megatron_resihp.control.transport import leaders
+from megatron_resihp.control.transport.access.gate import OtherProtocolError, RefusedSecretError
+from megatron_resihp.control.transport.access.secret import fresh_secret
 from megatron_resihp.control.transport.address import Address
-from megatron_resihp.control.transport.by_agent import at_hatch
 from megatron_resihp.control.transport.frames import LENGTH, framed
-from megatron_resihp.control.transport.gate import OtherProtocolError, RefusedSecretError
 from megatron_resihp.control.transport.leaders import Leaders
-from megatron_resihp.control.transport.secret import fresh_secret
-from megatron_resihp.control.transport.store import StoreError
-from megatron_resihp.control.transport.store_client import StoreClient, open_connection
-from megatron_resihp.control.transport.store_relay import MOST_CONNECTIONS
-from megatron_resihp.control.transport.store_wire import MAX_VALUE_BYTES, Op, Request, dropped, relayed, write_request
+from megatron_resihp.control.transport.sockets import StoreError
+from megatron_resihp.control.transport.store import client as store_client
+from megatron_resihp.control.transport.store import relay as store_relay
+from megatron_resihp.control.transport.store import server as store_server
+from megatron_resihp.control.transport.store.by_agent import at_hatch
+from megatron_resihp.control.transport.store.client import StoreClient, open_connection
+from megatron_resihp.control.transport.store.relay import MOST_CONNECTIONS
+from megatron_resihp.control.transport.store.wire import MAX_VALUE_BYTES, Op, Request, dropped, relayed, write_request
 from megatron_resihp.protocol.messages import MESSAGES, NodeReport, ScriptEnded, SlowdownRequest, SurvivorReport
 from megatron_resihp.protocol.records import IterationPhase, Record
 

@@ -35,17 +35,17 @@ from served import Served, serving
 
 from megatron_resihp.control import keys
 from megatron_resihp.control.job_size import JobSize
-from megatron_resihp.control.transport import gate
+from megatron_resihp.control.transport.access import gate
+from megatron_resihp.control.transport.access.gate import Gate, RefusedSecretError, enter
+from megatron_resihp.control.transport.access.secret import Secret, fresh_secret
+from megatron_resihp.control.transport.access.secure import ANSWER_BYTES, HELLO_BYTES, LENGTH, PROOF, VERSION, Answer
 from megatron_resihp.control.transport.address import Address
-from megatron_resihp.control.transport.gate import Gate, RefusedSecretError, enter
 from megatron_resihp.control.transport.node_liveness import NodeWatcher
-from megatron_resihp.control.transport.secret import Secret, fresh_secret
-from megatron_resihp.control.transport.secure import ANSWER_BYTES, HELLO_BYTES, LENGTH, PROOF, VERSION, Answer
 from megatron_resihp.control.transport.shipping import PURPOSE as RECORDS
 from megatron_resihp.control.transport.shipping import Relay
-from megatron_resihp.control.transport.store import StoreError, reserve
-from megatron_resihp.control.transport.store_client import connect
-from megatron_resihp.control.transport.store_wire import LARGEST, PURPOSE, Op, Request, write_request
+from megatron_resihp.control.transport.sockets import StoreError, reserve
+from megatron_resihp.control.transport.store.client import connect
+from megatron_resihp.control.transport.store.wire import LARGEST, PURPOSE, Op, Request, write_request
 
 WAIT_S = 10.0
 PLAIN = write_request(Request(Op.SET, (keys.END.encode(), b"forged")))

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from megatron_resihp.control import exit_codes, keys
-from megatron_resihp.control.transport.lasting import LastingStore
-from megatron_resihp.control.transport.store import StoreError
+from megatron_resihp.control.transport.sockets import StoreError
+from megatron_resihp.control.transport.store.lasting import LastingStore
 from megatron_resihp.control.worker import channel as channel_module
 from megatron_resihp.control.worker.channel import Channel
 from megatron_resihp.control.worker.client import WorkerControl

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from served import Served, relaying, serving
 
-from megatron_resihp.control.transport.store_client import StoreClient
-from megatron_resihp.control.transport.store_wire import Op, Reply
+from megatron_resihp.control.transport.store.client import StoreClient
+from megatron_resihp.control.transport.store.wire import Op, Reply
 from megatron_resihp.executor.groups.control_store import ControlStore, meet_in
 from megatron_resihp.executor.groups.rendezvous import InterruptibleStore
 

@@ -2,8 +2,8 @@
 """TLS for a job's connections, where the user gives certificates: both ends show one, and no socket is touched here.
 
 The proofs of `secure` cover the server's certificate, so that whoever sits on the way can't hand them on. Certificates
-therefore need to name no host. May import: the standard library, `control.transport.secure`
-and `control.transport.store`.
+therefore need to name no host. May import: the standard library, `control.transport.access.secure`
+and `control.transport.sockets`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Final
 
-from megatron_resihp.control.transport.secure import GREETING, ForgedError, Session
-from megatron_resihp.control.transport.store import StoreError
+from megatron_resihp.control.transport.access.secure import GREETING, ForgedError, Session
+from megatron_resihp.control.transport.sockets import StoreError
 
 PREFIX: Final = "RESIHP_TLS_"
 """With which the names of these variables begin."""

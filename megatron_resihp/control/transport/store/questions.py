@@ -9,7 +9,7 @@ long as an answer is on its way.
 
 Reports of survivors go together. While the store owes the answer to one of them, others wait for it, and are told as
 one then. Where the store is idle that is a moment. In large jobs the first one waits, too, for a moment or until all
-workers of the node have reported. May import: `protocol`, and this package's `store_wire`.
+workers of the node have reported. May import: `protocol`, and `wire`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from itertools import count, islice
 from typing import Final
 
 from megatron_resihp.control import keys
-from megatron_resihp.control.transport.store_wire import (
+from megatron_resihp.control.transport.store.wire import (
     LONGEST_WAIT_S,
     MalformedRequestError,
     Op,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One connection to the store that carries the questions of many, for a loop that never waits.
 
-May import this package's modules.
+May import `control.transport`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import socket
 from collections.abc import Hashable, Iterable
 from typing import Final
 
+from megatron_resihp.control.transport.access.secure import Session
 from megatron_resihp.control.transport.address import Address
-from megatron_resihp.control.transport.questions import Gathering, Questions, Told
-from megatron_resihp.control.transport.secure import Session
-from megatron_resihp.control.transport.store_wire import Request, read_numbered, read_reply, write_request
+from megatron_resihp.control.transport.store.questions import Gathering, Questions, Told
+from megatron_resihp.control.transport.store.wire import Request, read_numbered, read_reply, write_request
 
 READ_BYTES: Final = 1 << 18
 

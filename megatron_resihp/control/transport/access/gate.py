@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where connections come in and go out: only those whose other end has the run's secret get through.
 
-May import: the standard library and this package's modules.
+May import: the standard library and `control.transport`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
-from megatron_resihp.control.transport.address import Address
-from megatron_resihp.control.transport.encryption import (
+from megatron_resihp.control.transport.access.encryption import (
     CA,
     CERTIFICATE,
     KEY,
@@ -28,8 +27,8 @@ from megatron_resihp.control.transport.encryption import (
     bound,
     encrypted,
 )
-from megatron_resihp.control.transport.secret import Secret
-from megatron_resihp.control.transport.secure import (
+from megatron_resihp.control.transport.access.secret import Secret
+from megatron_resihp.control.transport.access.secure import (
     ANSWER_BYTES,
     ENCRYPTED,
     GREETING,
@@ -43,7 +42,8 @@ from megatron_resihp.control.transport.secure import (
     RefusedError,
     Session,
 )
-from megatron_resihp.control.transport.store import StoreError
+from megatron_resihp.control.transport.address import Address
+from megatron_resihp.control.transport.sockets import StoreError
 
 ANSWER_S: Final = 5.0
 """How long a client may take to answer the challenge."""

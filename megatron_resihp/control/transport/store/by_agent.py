@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way of a worker to the store: its agent asks there for it. May import: the standard library and this package.
+"""The way of a worker to the store: its agent asks there for it. May import: the standard library and
+`control.transport`.
 
 A worker makes the two ends of each connection, and hands one over to the agent, at a hatch that it has from its start.
 So no other process can come in its name, and it needs no secret.
@@ -15,13 +16,13 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Final
 
+from megatron_resihp.control.transport.access.encryption import CertificateError
+from megatron_resihp.control.transport.access.gate import OtherProtocolError, RefusedSecretError
 from megatron_resihp.control.transport.address import Address, parse_address
-from megatron_resihp.control.transport.encryption import CertificateError
 from megatron_resihp.control.transport.frames import Frames, framed
-from megatron_resihp.control.transport.gate import OtherProtocolError, RefusedSecretError
-from megatron_resihp.control.transport.store import StoreError, end
-from megatron_resihp.control.transport.store_client import Connection, exchange
-from megatron_resihp.control.transport.store_wire import LARGEST, Op, Reply, Request, Said
+from megatron_resihp.control.transport.sockets import StoreError, end
+from megatron_resihp.control.transport.store.client import Connection, exchange
+from megatron_resihp.control.transport.store.wire import LARGEST, Op, Reply, Request, Said
 
 LATE_S: Final = 1.0
 """How much later than it was told to the agent may say that the store can't be reached."""

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads texts from the store, in which any process of the job may write, and says which of them are dropped.
 
-`NoticeReader` reads the coordinator's notices, in their order. May import `protocol` and this package's store.
+`NoticeReader` reads the coordinator's notices, in their order. May import `protocol` and `store`.
 """
 
 import sys
 from typing import Final
 
 from megatron_resihp.control import keys
-from megatron_resihp.control.transport.store import Store
+from megatron_resihp.control.transport.store.store import Store
 from megatron_resihp.protocol.notices import NOTICES, Notice, NoticesForgotten
 from megatron_resihp.protocol.wire import Kinds, MalformedError
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A connection to the store that is opened anew where it was lost.
 
-A network may drop a connection without a word; the kernel finds out (`store.keep_alive`), and what was asked for is
+A network may drop a connection without a word; the kernel finds out (`sockets.keep_alive`), and what was asked for is
 asked again. The server may be gone instead: then no process listens there, and the loss is final, unless another
 coordinator may take the place of the one that was lost (`leaders`).
-May import: the standard library and this package's modules.
+May import: the standard library and `control.transport`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Callable
 from typing import Final
 
 from megatron_resihp.control import keys
+from megatron_resihp.control.transport.access.gate import RefusedSecretError
 from megatron_resihp.control.transport.address import Address
-from megatron_resihp.control.transport.gate import RefusedSecretError
 from megatron_resihp.control.transport.leaders import LEADERLESS_S
-from megatron_resihp.control.transport.store import StoreError
-from megatron_resihp.control.transport.store_client import Connection, StoreClient, open_connection
+from megatron_resihp.control.transport.sockets import StoreError
+from megatron_resihp.control.transport.store.client import Connection, StoreClient, open_connection
 
 REOPEN_S: Final = 30.0
 """How long a network may be without a way to the store."""

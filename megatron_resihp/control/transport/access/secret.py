@@ -3,8 +3,8 @@
 it goes what connections are encrypted with.
 
 Node 0's launcher makes it and leaves it in the run directory, for its owner alone to read. Where nodes share no file
-system, the user gives all of them the same one in the environment. May import: the standard library and
-this package's modules.
+system, the user gives all of them the same one in the environment. May import: the standard library,
+`encryption` and `control.transport.sockets`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from megatron_resihp.control.transport.encryption import (
+from megatron_resihp.control.transport.access.encryption import (
     CertificateError,
     Certificates,
     EncryptionError,
     certificates_of,
 )
-from megatron_resihp.control.transport.store import StoreError
+from megatron_resihp.control.transport.sockets import StoreError
 
 VARIABLE: Final = "RESIHP_SECRET"
 """From the user to launchers and commands. Workers don't get it: their agent talks for them (`by_agent`)."""

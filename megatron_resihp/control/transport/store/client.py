@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A connection to the store that node 0 serves, and the ways to it: from an agent or a command, to its port.
 
-May import: the standard library and this package's modules.
+May import: the standard library and `control.transport`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import time
 from collections.abc import Iterator
 from typing import Final, Protocol
 
+from megatron_resihp.control.transport.access.gate import enter
+from megatron_resihp.control.transport.access.secret import Secret
+from megatron_resihp.control.transport.access.secure import Session
 from megatron_resihp.control.transport.address import Address
-from megatron_resihp.control.transport.gate import enter
 from megatron_resihp.control.transport.leaders import ANSWER_S as LED_ANSWER_S
 from megatron_resihp.control.transport.leaders import Leaders
-from megatron_resihp.control.transport.secret import Secret
-from megatron_resihp.control.transport.secure import Session
-from megatron_resihp.control.transport.store import PROBE_PERIOD_S, StoreError, end, keep_alive
-from megatron_resihp.control.transport.store_wire import (
+from megatron_resihp.control.transport.sockets import PROBE_PERIOD_S, StoreError, end, keep_alive
+from megatron_resihp.control.transport.store.wire import (
     LARGEST,
     LONGEST_WAIT_S,
     MAX_KEY_BYTES,

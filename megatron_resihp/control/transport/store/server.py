@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serves the store, in a thread of node 0's launcher. Whoever has not proved to be of the job is not heard.
 
-May import: the standard library and this package's modules.
+May import: the standard library and `control.transport`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import time
 from collections import deque
 from typing import Final, cast
 
-from megatron_resihp.control.transport.gate import Gate
-from megatron_resihp.control.transport.secret import Secret
-from megatron_resihp.control.transport.secure import ForgedError, Session
-from megatron_resihp.control.transport.storage import Storage, Told
-from megatron_resihp.control.transport.store_wire import (
+from megatron_resihp.control.transport.access.gate import Gate
+from megatron_resihp.control.transport.access.secret import Secret
+from megatron_resihp.control.transport.access.secure import ForgedError, Session
+from megatron_resihp.control.transport.store.storage import Storage, Told
+from megatron_resihp.control.transport.store.wire import (
     LARGEST,
     PURPOSE,
     MalformedRequestError,

@@ -3,7 +3,8 @@
 
 A thread that never waits for a worker, or for node 0. Each worker has a hatch, through which it hands over connections
 (`by_agent`). Such a connection belongs to one line: it ends with that, and its worker finds out whether there is
-another, as whoever loses a connection of its own. May import `protocol` and this package's modules.
+another, as whoever loses a connection of its own. May import `protocol` and
+`control.transport`.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ from collections.abc import Callable
 from typing import Final
 
 from megatron_resihp.control import keys
+from megatron_resihp.control.transport.access.senders import speaks_for
 from megatron_resihp.control.transport.address import Address
-from megatron_resihp.control.transport.by_agent import (
+from megatron_resihp.control.transport.frames import Frames, framed
+from megatron_resihp.control.transport.sockets import end
+from megatron_resihp.control.transport.store.by_agent import (
     LARGEST_LOCAL,
     ByAgent,
     reached,
     take_at_hatch,
     unreachable,
 )
-from megatron_resihp.control.transport.frames import Frames, framed
-from megatron_resihp.control.transport.line import Line
-from megatron_resihp.control.transport.questions import Gathering
-from megatron_resihp.control.transport.senders import speaks_for
-from megatron_resihp.control.transport.store import end
-from megatron_resihp.control.transport.store_client import ATTEMPT_S, Direct, patience_s
-from megatron_resihp.control.transport.store_wire import (
+from megatron_resihp.control.transport.store.client import ATTEMPT_S, Direct, patience_s
+from megatron_resihp.control.transport.store.line import Line
+from megatron_resihp.control.transport.store.questions import Gathering
+from megatron_resihp.control.transport.store.wire import (
     MalformedRequestError,
     Op,
     Reply,

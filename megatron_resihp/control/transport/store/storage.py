@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the store holds, and who waits for what. Pure: requests and the time go in, replies come out.
 
-May import: the standard library and `control.transport.store_wire`.
+May import: the standard library and `control.transport.store.wire`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import partial
 from itertools import count
 from typing import Final
 
-from megatron_resihp.control.transport.store_wire import SIZE, Op, Reply, Request, Said, write_values
+from megatron_resihp.control.transport.store.wire import SIZE, Op, Reply, Request, Said, write_values
 
 YES: Final = Reply(Said.YES)
 NO: Final = Reply(Said.NO)
