@@ -96,7 +96,7 @@ def checker() -> Callable[[str, Sequence[str]], Answer]:
     """Checks the arguments of a configuration against Megatron's parser and what --resihp supports."""
     from megatron.training import arguments
 
-    from megatron_resihp.integration.patches import flags
+    from megatron_resihp.integration.patches.arguments import flags
     from megatron_resihp.integration.support import refusals
 
     add = flags.wrap_add_megatron_arguments(arguments.add_megatron_arguments)

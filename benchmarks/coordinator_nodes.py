@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from common import load_average, print_result
 
-from megatron_resihp.control.commands.launch_options import LaunchOptions
-from megatron_resihp.control.commands.open_files import allow_as_many_as_may_be
+from megatron_resihp.control.commands.launch.launch_options import LaunchOptions
+from megatron_resihp.control.commands.launch.open_files import allow_as_many_as_may_be
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.node.agent import LOOK_S
 from megatron_resihp.control.transport.access.secret import Secret, fresh_secret

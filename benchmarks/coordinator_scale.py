@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from common import load_average, print_result
 
 from megatron_resihp.control import keys
-from megatron_resihp.control.commands.open_files import allow_as_many_as_may_be
+from megatron_resihp.control.commands.launch.open_files import allow_as_many_as_may_be
 from megatron_resihp.control.coordination.coordinator import Coordinator
 from megatron_resihp.control.head.decision_file import FILE_NAME, DecisionFile
 from megatron_resihp.control.job_size import JobSize

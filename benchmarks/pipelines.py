@@ -42,9 +42,9 @@ from common import load_average, print_result
 
 from megatron_resihp.cost.device import Device
 from megatron_resihp.cost.job import JobCost
-from megatron_resihp.cost.layers import LayerKind, model_from_arguments
 from megatron_resihp.cost.memory import memory_of
-from megatron_resihp.cost.presets import PRESETS
+from megatron_resihp.cost.model.layers import LayerKind, model_from_arguments
+from megatron_resihp.cost.model.presets import PRESETS
 from megatron_resihp.cost.training import Training
 from megatron_resihp.pipeline.op import OpKind
 from megatron_resihp.pipeline.search.bounds import makespan_lower_bound

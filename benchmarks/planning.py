@@ -45,8 +45,8 @@ STARTED = time.process_time()
 
 from megatron_resihp.cost.device import Device  # noqa: E402
 from megatron_resihp.cost.job import JobCost  # noqa: E402
-from megatron_resihp.cost.layers import model_from_arguments  # noqa: E402
-from megatron_resihp.cost.presets import PRESETS, preset  # noqa: E402
+from megatron_resihp.cost.model.layers import model_from_arguments  # noqa: E402
+from megatron_resihp.cost.model.presets import PRESETS, preset  # noqa: E402
 from megatron_resihp.cost.training import Training  # noqa: E402
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica  # noqa: E402
 from megatron_resihp.planner.evaluation import evaluate  # noqa: E402

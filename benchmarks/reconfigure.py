@@ -69,7 +69,7 @@ VICTIMS: Final = (3, 6, 1, 4)
 """The workers to kill, one after another; each has a tensor-parallel peer."""
 MOMENT: Final = 0.5
 """Fraction of an iteration after which a worker is killed."""
-PLANNER: Final = b"megatron_resihp.control.replanning.planning"
+PLANNER: Final = b"megatron_resihp.control.replanning.processes.planning"
 ASLEEP_S: Final = 0.5
 PLANNERS_S: Final = 240.0
 """More than the search needs to be compiled, once per installation, and to look for the plans."""

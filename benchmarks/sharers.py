@@ -32,7 +32,7 @@ from typing import Any
 from common import print_result
 
 from megatron_resihp.cost.job import UNTIL_NEXT_EVENT_S
-from megatron_resihp.cost.presets import preset
+from megatron_resihp.cost.model.presets import preset
 from megatron_resihp.cost.training import Training
 from megatron_resihp.lab.published import with_rejoins
 from megatron_resihp.lab.strategies import FOR_SHARERS as BASELINES

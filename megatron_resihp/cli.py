@@ -23,11 +23,10 @@ from megatron_resihp.control.commands import (
     coordinator_command,
     drain,
     inject,
-    launch_options,
-    launcher,
     replay,
     stop,
 )
+from megatron_resihp.control.commands.launch import launch_options, launcher
 from megatron_resihp.control.streams import let_no_output_end_this
 from megatron_resihp.extras import missing
 from megatron_resihp.report.live.run_report import RunReport

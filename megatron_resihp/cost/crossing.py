@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from megatron_resihp.cost.layers import Model
 from megatron_resihp.cost.memory import memory_of
+from megatron_resihp.cost.model.layers import Model
 from megatron_resihp.cost.training import Training
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.plan.copies import copies_at, instances_under, keeps_copies

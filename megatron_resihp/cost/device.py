@@ -11,8 +11,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megatron_resihp.cost.layers import Layer, Model
 from megatron_resihp.cost.memory import with_layers
+from megatron_resihp.cost.model.layers import Layer, Model
 from megatron_resihp.cost.training import Recompute, Training
 from megatron_resihp.pipeline.op import OpKind
 from megatron_resihp.plan import Replica

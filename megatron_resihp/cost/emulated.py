@@ -13,8 +13,8 @@ import numpy as np
 from megatron_resihp.cost import profile as emulated
 from megatron_resihp.cost.device import Array, Device, layer_work
 from megatron_resihp.cost.job import JobCost
-from megatron_resihp.cost.layers import LayerKind, Model, model_from_arguments
-from megatron_resihp.cost.parts import ShardError
+from megatron_resihp.cost.model.layers import LayerKind, Model, model_from_arguments
+from megatron_resihp.cost.model.parts import ShardError
 from megatron_resihp.cost.profile import DeviceProfile, LinkCost
 from megatron_resihp.cost.training import Training, training_of_job
 from megatron_resihp.pipeline.op import OpKind

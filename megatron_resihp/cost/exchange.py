@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_resihp.cost.device import Device
-from megatron_resihp.cost.layers import Layer, Model
-from megatron_resihp.cost.parts import Part
+from megatron_resihp.cost.model.layers import Layer, Model
+from megatron_resihp.cost.model.parts import Part
 from megatron_resihp.cost.training import Recompute, Training
 from megatron_resihp.pipeline.op import OpKind
 

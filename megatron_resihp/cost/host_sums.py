@@ -8,8 +8,8 @@ count as if they came after it, since how much is hidden is not modelled. Megatr
 
 from dataclasses import dataclass
 
-from megatron_resihp.cost.layers import Model
 from megatron_resihp.cost.memory import memory_of
+from megatron_resihp.cost.model.layers import Model
 from megatron_resihp.cost.training import Training
 from megatron_resihp.plan import Chunk, ParallelPlan, shortened, spelled_out
 

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from megatron_resihp.cost.device import Device, layer_work
 from megatron_resihp.cost.exchange import exchange_seconds
 from megatron_resihp.cost.host_sums import HostSums
-from megatron_resihp.cost.layers import Model
 from megatron_resihp.cost.memory import LayerBytes, layer_bytes
-from megatron_resihp.cost.parts import ShardError
+from megatron_resihp.cost.model.layers import Model
+from megatron_resihp.cost.model.parts import ShardError
 from megatron_resihp.cost.training import Training
 from megatron_resihp.pipeline.op import OpKind
 from megatron_resihp.plan import ParallelPlan

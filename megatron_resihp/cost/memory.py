@@ -13,8 +13,8 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_resihp.cost.layers import Layer, Model
-from megatron_resihp.cost.parts import Part, ShardError
+from megatron_resihp.cost.model.layers import Layer, Model
+from megatron_resihp.cost.model.parts import Part, ShardError
 from megatron_resihp.cost.training import Recompute, Training
 from megatron_resihp.pipeline.op import OpKind
 from megatron_resihp.pipeline.planned import known_program

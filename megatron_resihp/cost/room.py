@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Final
 
 from megatron_resihp.config import MEMORY_RESERVE
-from megatron_resihp.cost.layers import Model
 from megatron_resihp.cost.memory import MemoryUse, memory_of, state_in_both
+from megatron_resihp.cost.model.layers import Model
 from megatron_resihp.cost.training import Training
 from megatron_resihp.plan import ParallelPlan, PlanError
 

@@ -17,7 +17,7 @@ from megatron_resihp.cost.exchange import exchange_seconds, nearest
 from megatron_resihp.cost.fitted.model import CostModel
 from megatron_resihp.cost.host_sums import HostSums
 from megatron_resihp.cost.job import UNTIL_NEXT_EVENT_S, Array, JobCost
-from megatron_resihp.cost.layers import Model, ModelError, model_from_arguments
+from megatron_resihp.cost.model.layers import Model, ModelError, model_from_arguments
 from megatron_resihp.cost.profile import DeviceProfile, ProfileError, load_profile
 from megatron_resihp.cost.room import usable
 from megatron_resihp.cost.training import Training, TrainingError, training_of_job

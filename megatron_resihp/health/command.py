@@ -13,8 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from megatron_resihp.control.commands import interface, launch_options
-from megatron_resihp.control.commands.launch_options import LaunchError
+from megatron_resihp.control.commands.launch import interface, launch_options
+from megatron_resihp.control.commands.launch.launch_options import LaunchError
 from megatron_resihp.control.terminal import say, warn
 from megatron_resihp.health import measures
 from megatron_resihp.health.findings import Measured, problems

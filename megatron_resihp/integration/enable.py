@@ -17,7 +17,7 @@ from megatron_resihp.control.worker.identity import Identity, UnlikeError
 from megatron_resihp.integration import releases
 from megatron_resihp.integration.failing import fail
 from megatron_resihp.integration.patch import Patch, PatchError, apply_all
-from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
+from megatron_resihp.integration.patches.arguments.derived_arguments import DerivedArguments
 from megatron_resihp.integration.tree import Tree, found
 
 _enabled = False
@@ -34,8 +34,8 @@ def enable() -> None:
     try:
         if os.environ.get("RESIHP_CPU") == "1":
             cpu.install(force=True)
-        from megatron_resihp.integration.patches.checkpoint_arguments import wrap_load_args_from_checkpoint
-        from megatron_resihp.integration.patches.flags import (
+        from megatron_resihp.integration.patches.arguments.checkpoint_arguments import wrap_load_args_from_checkpoint
+        from megatron_resihp.integration.patches.arguments.flags import (
             YAML,
             make_wrap_validate_args,
             reads_yaml,

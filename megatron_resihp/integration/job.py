@@ -10,7 +10,7 @@ import torch
 
 from megatron_resihp.config import ResihpConfig
 from megatron_resihp.cost.training import distributes_optimizer
-from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
+from megatron_resihp.integration.patches.arguments.derived_arguments import DerivedArguments
 from megatron_resihp.integration.support.batches import batch_steps
 from megatron_resihp.integration.world.own_layers import OwnLayout, own_layout
 from megatron_resihp.plan.batch_steps import Steps

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from megatron_resihp.cost.job import UNTIL_NEXT_EVENT_S
-from megatron_resihp.cost.presets import preset
+from megatron_resihp.cost.model.presets import preset
 from megatron_resihp.cost.training import Training
 from megatron_resihp.lab.calibration import calibrated
 from megatron_resihp.plan import ParallelPlan

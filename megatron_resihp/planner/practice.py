@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_resihp.cost.device import Device
 from megatron_resihp.cost.job import JobCost
-from megatron_resihp.cost.layers import model_from_arguments
+from megatron_resihp.cost.model.layers import model_from_arguments
 from megatron_resihp.cost.training import Training
 from megatron_resihp.plan import ParallelPlan, even_chunks, spelled_out
 from megatron_resihp.planner import JobShape, NoPlanError, initial_plan

@@ -8,8 +8,8 @@ from typing import Any, Final
 import numpy as np
 
 from megatron_resihp.config import MEMORY_RESERVE, ConfigError, check_reserve
-from megatron_resihp.cost.layers import ModelError
-from megatron_resihp.cost.presets import PRESETS, preset
+from megatron_resihp.cost.model.layers import ModelError
+from megatron_resihp.cost.model.presets import PRESETS, preset
 from megatron_resihp.cost.training import Recompute, Training
 from megatron_resihp.simulator import traces
 from megatron_resihp.simulator.cluster import Delays

@@ -10,9 +10,9 @@ from typing import Final
 from megatron_resihp.config import MEMORY_RESERVE
 from megatron_resihp.cost.device import NETWORK_BANDWIDTH, Device
 from megatron_resihp.cost.job import JobCost
-from megatron_resihp.cost.layers import Model
 from megatron_resihp.cost.memory import MemoryExceededError, check_plan
-from megatron_resihp.cost.parts import ShardError
+from megatron_resihp.cost.model.layers import Model
+from megatron_resihp.cost.model.parts import ShardError
 from megatron_resihp.cost.room import usable
 from megatron_resihp.cost.training import Training
 from megatron_resihp.plan import Chunk, OwnSplit, ParallelPlan, PlanError, Replica, deal, even_counts

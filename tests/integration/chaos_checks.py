@@ -14,7 +14,7 @@ from jobs import Job, Tolerance, check_training, difference_table
 from megatron_resihp.control import exit_codes
 from megatron_resihp.control.coordination.decisions.replay import Replay
 from megatron_resihp.control.head.decision_file import read_decisions
-from megatron_resihp.control.replanning.inventory import copied_experts, lacking
+from megatron_resihp.control.replanning.recovery.inventory import copied_experts, lacking
 from megatron_resihp.plan import Chunk, ParallelPlan, spelled_out
 from megatron_resihp.plan.copies import lost_parts
 from megatron_resihp.report.run.summary import compare

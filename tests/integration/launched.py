@@ -23,8 +23,8 @@ from forked_worker import fork_worker
 import megatron_resihp
 from megatron_resihp.cli import RunReport
 from megatron_resihp.control import streams
-from megatron_resihp.control.commands import launcher
-from megatron_resihp.control.commands.launch_options import LaunchOptions
+from megatron_resihp.control.commands.launch import launcher
+from megatron_resihp.control.commands.launch.launch_options import LaunchOptions
 from megatron_resihp.control.coordination import coordinator
 from megatron_resihp.control.node import agent
 from megatron_resihp.control.transport.access.secret import find_secret

@@ -176,8 +176,8 @@ def _become_launcher(request: dict[str, Any]) -> NoReturn:
 
         from megatron_resihp.cli import RunReport
         from megatron_resihp.control import linux, streams
-        from megatron_resihp.control.commands import launcher
-        from megatron_resihp.control.commands.launch_options import LaunchOptions
+        from megatron_resihp.control.commands.launch import launcher
+        from megatron_resihp.control.commands.launch.launch_options import LaunchOptions
         from megatron_resihp.control.transport.address import Address
         from megatron_resihp.control.transport.etcd.location import parse_location
 

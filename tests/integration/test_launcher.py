@@ -20,7 +20,7 @@ from launched import WAIT_S, Launched, eventually, is_alive
 
 from megatron_resihp.cli import main
 from megatron_resihp.control import exit_codes, keys
-from megatron_resihp.control.commands import seat
+from megatron_resihp.control.commands.launch import seat
 from megatron_resihp.control.head import returning
 from megatron_resihp.control.transport import node_liveness
 from megatron_resihp.control.transport.address import Address

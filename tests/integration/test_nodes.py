@@ -16,7 +16,7 @@ from jobs import FP32, PRETRAIN, WISHING, Job, Jobs, check_training, tiny
 
 from megatron_resihp.cli import main
 from megatron_resihp.control import exit_codes
-from megatron_resihp.control.commands import open_files
+from megatron_resihp.control.commands.launch import open_files
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.worker.saved_state import flags, newest_state
 from megatron_resihp.plan import ParallelPlan

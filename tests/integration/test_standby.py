@@ -20,9 +20,9 @@ from launched import eventually
 from test_succession import SIZE, run_until
 
 from megatron_resihp.control.commands import standby
-from megatron_resihp.control.commands.launch_options import LaunchError, LaunchOptions
-from megatron_resihp.control.commands.launcher import NoEvents
-from megatron_resihp.control.commands.seat import Seat
+from megatron_resihp.control.commands.launch.launch_options import LaunchError, LaunchOptions
+from megatron_resihp.control.commands.launch.launcher import NoEvents
+from megatron_resihp.control.commands.launch.seat import Seat
 from megatron_resihp.control.commands.standby import JobIsOver
 from megatron_resihp.control.coordination.decisions.entries import Began, Entry, line_of
 from megatron_resihp.control.head.etcd_log import EtcdLog

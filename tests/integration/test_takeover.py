@@ -20,8 +20,8 @@ from launched import WAIT_S, Launched, eventually
 
 from megatron_resihp.cli import main
 from megatron_resihp.control import exit_codes
-from megatron_resihp.control.commands import launcher
 from megatron_resihp.control.commands.contact import Contact, read_contact
+from megatron_resihp.control.commands.launch import launcher
 from megatron_resihp.control.coordination.actions import Action, End
 from megatron_resihp.control.coordination.coordinator import Coordinator
 from megatron_resihp.control.head.decision_logs import decisions_at

@@ -16,7 +16,7 @@ import pytest
 
 import megatron_resihp
 from megatron_resihp.config import INJECTION_POINTS, ResihpConfig
-from megatron_resihp.control.commands import launch_options
+from megatron_resihp.control.commands.launch import launch_options
 from megatron_resihp.planner.strategies.registry import STRATEGIES
 
 ROOT = Path(__file__).resolve().parents[2]

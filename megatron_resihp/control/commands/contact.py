@@ -18,7 +18,7 @@ from typing import Annotated, Final
 
 from megatron_resihp.coding import Form, Tolerance, WrongValueError, decode, encode, omitted_if
 from megatron_resihp.control import keys
-from megatron_resihp.control.commands.claim import Hold, Owner, claimed, taken_over
+from megatron_resihp.control.commands.launch.claim import Hold, Owner, claimed, taken_over
 from megatron_resihp.control.transport import leaders
 from megatron_resihp.control.transport.access.encryption import CertificateError
 from megatron_resihp.control.transport.access.gate import OtherProtocolError, RefusedSecretError

@@ -10,10 +10,10 @@ import argparse
 import socket
 from pathlib import Path
 
-from megatron_resihp.control.commands import launcher
-from megatron_resihp.control.commands.launch_options import LaunchError, LaunchOptions, add_control, control_of
-from megatron_resihp.control.commands.rendezvous import C10D, PORTS
-from megatron_resihp.control.commands.seat import MakeEventSink
+from megatron_resihp.control.commands.launch import launcher
+from megatron_resihp.control.commands.launch.launch_options import LaunchError, LaunchOptions, add_control, control_of
+from megatron_resihp.control.commands.launch.rendezvous import C10D, PORTS
+from megatron_resihp.control.commands.launch.seat import MakeEventSink
 from megatron_resihp.control.job_size import parse_nodes
 from megatron_resihp.control.transport.address import Address, parse_address
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_resihp.config import ConfigError, Slowdown, factor_of
 from megatron_resihp.control.commands import contact
-from megatron_resihp.control.commands.launch_options import RUNS
+from megatron_resihp.control.commands.launch.launch_options import RUNS
 from megatron_resihp.control.transport.sockets import StoreError
 from megatron_resihp.control.transport.store.store import Store
 from megatron_resihp.protocol.messages import SlowdownRequest

@@ -14,11 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from megatron_resihp.control.commands.claim import TOUCH_S, age, modified
 from megatron_resihp.control.commands.contact import FILE_NAME, Contact, read_contact
-from megatron_resihp.control.commands.launch_options import LaunchError, LaunchOptions
-from megatron_resihp.control.commands.run_directory import make_run_dir, unwritable
-from megatron_resihp.control.commands.seat import MakeEventSink, Seat, forget_result, make_sink
+from megatron_resihp.control.commands.launch.claim import TOUCH_S, age, modified
+from megatron_resihp.control.commands.launch.launch_options import LaunchError, LaunchOptions
+from megatron_resihp.control.commands.launch.run_directory import make_run_dir, unwritable
+from megatron_resihp.control.commands.launch.seat import MakeEventSink, Seat, forget_result, make_sink
 from megatron_resihp.control.coordination.actions import End
 from megatron_resihp.control.coordination.decisions.reading import NotBegunError, UnusableError
 from megatron_resihp.control.coordination.decisions.replay import DifferenceError

@@ -34,7 +34,7 @@ from megatron_resihp.control.coordination.door import Heard, Reported
 from megatron_resihp.control.coordination.inbox import Inbox
 from megatron_resihp.control.coordination.requests import Requests
 from megatron_resihp.control.job_size import JobSize
-from megatron_resihp.control.replanning.next_plan import NextPlan, uniform_or_less
+from megatron_resihp.control.replanning.recovery.next_plan import NextPlan, uniform_or_less
 from megatron_resihp.control.transport.absence import Absence
 from megatron_resihp.control.transport.sockets import StoreError
 from megatron_resihp.control.transport.store.store import Store

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from megatron_resihp.control.job_size import JobSize
-from megatron_resihp.control.replanning.inventory import shape_of
-from megatron_resihp.cost.layers import ModelError, model_from_arguments
+from megatron_resihp.control.replanning.recovery.inventory import shape_of
+from megatron_resihp.cost.model.layers import ModelError, model_from_arguments
 from megatron_resihp.events.codec import UnusableEventError, read_event
 from megatron_resihp.events.detection import Validation
 from megatron_resihp.events.epochs import FirstStep, Phase

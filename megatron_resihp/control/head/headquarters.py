@@ -31,7 +31,7 @@ from megatron_resihp.control.head.slurm import SlurmQuery
 from megatron_resihp.control.head.stalls import FOLLOWED, StallWatch
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.node.mailbox import Ending, coordinator_lost
-from megatron_resihp.control.replanning.replanner import Replanner
+from megatron_resihp.control.replanning.by_choice.replanner import Replanner
 from megatron_resihp.control.transport.access.secret import Secret
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.etcd.leadership import Leadership

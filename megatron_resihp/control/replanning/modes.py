@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Final
 
 from megatron_resihp.config import DEVICE
-from megatron_resihp.control.replanning.inventory import Held, keeps_ratio, require_all_parts, written_once
+from megatron_resihp.control.replanning.recovery.inventory import Held, keeps_ratio, require_all_parts, written_once
 from megatron_resihp.executor.direct.order_check import check_order_of_plan
 from megatron_resihp.executor.route_check import check_plan
 from megatron_resihp.executor.routes import RouteError

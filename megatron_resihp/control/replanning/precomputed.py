@@ -16,8 +16,8 @@ from typing import Final
 
 from megatron_resihp.coding import encode
 from megatron_resihp.config import UNIFORM
-from megatron_resihp.control.replanning.inventory import Held, copied_experts, lacking
 from megatron_resihp.control.replanning.modes import optimizer_after
+from megatron_resihp.control.replanning.recovery.inventory import Held, copied_experts, lacking
 from megatron_resihp.events.detection import Verdict
 from megatron_resihp.events.epochs import EpochBroken, EpochStarted
 from megatron_resihp.events.event import Event

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from megatron_resihp.control.coordination.record import NoCommitError, resolve
-from megatron_resihp.control.replanning.inventory import each_writes_all, written_once
+from megatron_resihp.control.replanning.recovery.inventory import each_writes_all, written_once
 from megatron_resihp.plan import Coordinate, Shard
 from megatron_resihp.protocol.records import Commit, IterationPhase, Record, Times
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from megatron_resihp.control import exit_codes
-from megatron_resihp.control.commands import launch_options
-from megatron_resihp.control.commands.launch_options import LaunchError, LaunchOptions, NoDeviceError
+from megatron_resihp.control.commands.launch import launch_options
+from megatron_resihp.control.commands.launch.launch_options import LaunchError, LaunchOptions, NoDeviceError
 from megatron_resihp.control.node.environment import overruled, warnings_of
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.extras import missing
@@ -208,7 +208,7 @@ def _outlook(
         return None, (), ()
     from megatron_resihp.integration.check.losses import outlook
     from megatron_resihp.integration.job import job_of
-    from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
+    from megatron_resihp.integration.patches.arguments.derived_arguments import DerivedArguments
     from megatron_resihp.integration.patches.startup import describe_job, model_fields
     from megatron_resihp.plan import PlanError
     from megatron_resihp.planner import NoPlanError
@@ -236,7 +236,7 @@ def _unknown(
 ) -> list[str]:
     """What is said of each flag that neither Megatron nor the script's text has."""
     from megatron_resihp import config
-    from megatron_resihp.integration.patches.flags import known_parser
+    from megatron_resihp.integration.patches.arguments.flags import known_parser
 
     ours = config.add_arguments(argparse.ArgumentParser(add_help=False))
     known = [*known_parser()._option_string_actions, *ours._option_string_actions, *sorted(text.added)]

@@ -20,7 +20,7 @@ from megatron.training import arguments
 
 from megatron_resihp.config import ResihpConfig
 from megatron_resihp.integration.patch import Patch, apply_all, undo_all
-from megatron_resihp.integration.patches.flags import (
+from megatron_resihp.integration.patches.arguments.flags import (
     YAML,
     Examined,
     examine,

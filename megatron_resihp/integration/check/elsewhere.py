@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from megatron_resihp.control.worker.saved_state import TRACKER
-from megatron_resihp.integration.patches.flags import data_problems
+from megatron_resihp.integration.patches.arguments.flags import data_problems
 
 FROM_FILES: Final = frozenset(
     {"SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer"}

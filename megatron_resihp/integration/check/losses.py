@@ -13,11 +13,17 @@ from typing import Any
 
 from megatron_resihp.control.coordination.exposure import exposure, in_words
 from megatron_resihp.control.job_size import JobSize
-from megatron_resihp.control.replanning.inventory import Held, Survivors, copied_experts, require_all_parts, shape_of
-from megatron_resihp.control.replanning.next_plan import uniform_or_less
+from megatron_resihp.control.replanning.recovery.inventory import (
+    Held,
+    Survivors,
+    copied_experts,
+    require_all_parts,
+    shape_of,
+)
+from megatron_resihp.control.replanning.recovery.next_plan import uniform_or_less
 from megatron_resihp.cost.crossing import Crossing, crossing
-from megatron_resihp.cost.layers import Model
 from megatron_resihp.cost.memory import memory_of
+from megatron_resihp.cost.model.layers import Model
 from megatron_resihp.cost.room import gib, peak_of_change, usable
 from megatron_resihp.cost.running import UnknownCost, cost_of_job
 from megatron_resihp.cost.training import Training

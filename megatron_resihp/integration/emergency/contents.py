@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a survivor's file of parameters holds, as the JSON beside it says; and what several of them lack. Pure.
 
-May import `coding`, `plan` and `control.replanning.inventory`.
+May import `coding`, `plan` and `control.replanning.recovery.inventory`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from megatron_resihp.coding import FILE, WrongValueError, decode
-from megatron_resihp.control.replanning.inventory import lacking
+from megatron_resihp.control.replanning.recovery.inventory import lacking
 from megatron_resihp.control.worker.saved_state import Source, files_of_parameters, modified_at
 from megatron_resihp.plan import Shard
 from megatron_resihp.plan.replica import experts_of

@@ -24,7 +24,7 @@ from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from megatron_resihp import cpu
 from megatron_resihp.config import ResihpConfig
-from megatron_resihp.control.commands.interface import GLOO
+from megatron_resihp.control.commands.launch.interface import GLOO
 from megatron_resihp.control.node import environment
 from megatron_resihp.control.node.absences import Seen
 from megatron_resihp.control.node.environment import ABSENCES_FD, SLOTS
@@ -56,9 +56,9 @@ from megatron_resihp.integration.loop.device_loss import abort_or_die
 from megatron_resihp.integration.loop.joining import build_lonely_world, is_joining, lonely_groups
 from megatron_resihp.integration.loop.preparing import Preparation
 from megatron_resihp.integration.loop.reach_watch import ReachWatch
+from megatron_resihp.integration.patches.arguments.derived_arguments import DerivedArguments
+from megatron_resihp.integration.patches.arguments.own_functions import unheeded
 from megatron_resihp.integration.patches.counting import sizes_as_they_are
-from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
-from megatron_resihp.integration.patches.own_functions import unheeded
 from megatron_resihp.integration.probes.device_slowing import DeviceSlowing
 from megatron_resihp.integration.probes.emulation import padding_of
 from megatron_resihp.integration.probes.probe_sheet import Sheet, with_absences

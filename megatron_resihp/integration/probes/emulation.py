@@ -92,8 +92,8 @@ class HeldCosts:
             return None
         # These take a while to import, and are wanted only here.
         from megatron_resihp.cost.emulated import cost_on
-        from megatron_resihp.cost.layers import ModelError
         from megatron_resihp.cost.meeting import meeting_of
+        from megatron_resihp.cost.model.layers import ModelError
         from megatron_resihp.cost.training import TrainingError
 
         try:

@@ -15,7 +15,7 @@ import torch
 
 from megatron_resihp import cpu
 from megatron_resihp.control import linux
-from megatron_resihp.cost.layers import ModelError, model_from_arguments
+from megatron_resihp.cost.model.layers import ModelError, model_from_arguments
 from megatron_resihp.cost.training import TrainingError, training_of_job
 from megatron_resihp.plan import OwnSplit, ParallelPlan, PlanError
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
+from megatron_resihp.integration.patches.arguments.derived_arguments import DerivedArguments
 from megatron_resihp.integration.world.group_needs import GLOO
 from megatron_resihp.integration.world.heterogeneous import HeterogeneousView
 from megatron_resihp.plan import Chunk

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The flags of `resihp plan` that give a job's sizes and its workers' health.
 
-May import: the standard library, `config` and `cost.presets`, which needs no numpy, so that the `resihp` command
+May import: the standard library, `config` and `cost.model.presets`, which needs no numpy, so that the `resihp` command
 starts quickly.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from megatron_resihp.config import MEMORY_RESERVE
-from megatron_resihp.cost.presets import PRESETS
+from megatron_resihp.cost.model.presets import PRESETS
 
 SIZES: Final[Mapping[str, Any]] = {
     "model": None,

@@ -21,9 +21,9 @@ from megatron_resihp.cost.device import Device
 from megatron_resihp.cost.fitted.store import FILE_NAME as COST_MODEL_NAME
 from megatron_resihp.cost.fitted.store import CostModelError, load
 from megatron_resihp.cost.job import JobCost
-from megatron_resihp.cost.layers import Model, ModelError, model_from_arguments
 from megatron_resihp.cost.memory import with_layers
-from megatron_resihp.cost.presets import preset
+from megatron_resihp.cost.model.layers import Model, ModelError, model_from_arguments
+from megatron_resihp.cost.model.presets import preset
 from megatron_resihp.cost.running import UnknownCost, cost_of_job
 from megatron_resihp.cost.training import Recompute, Training, TrainingError, training_from_arguments
 from megatron_resihp.events.epochs import EpochStarted

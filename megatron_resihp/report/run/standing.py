@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of a run whose log has no end: it runs, is stalled, waits for a coordinator, or has ended without a word.
 
-May import: the standard library, `control.transport.leaders`, `control.commands.contact`, `control.commands.claim`,
-`control.worker.saved_state` and this package's modules.
+May import: the standard library, `control.transport.leaders`, `control.commands.contact`,
+`control.commands.launch.claim`, `control.worker.saved_state` and this package's modules.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from megatron_resihp.control.commands import contact
-from megatron_resihp.control.commands.claim import Owner
+from megatron_resihp.control.commands.launch.claim import Owner
 from megatron_resihp.control.transport.leaders import LEADERLESS_S
 from megatron_resihp.control.transport.sockets import StoreError
 from megatron_resihp.control.worker.saved_state import LastSave, last_save

@@ -24,9 +24,9 @@ from megatron_resihp.coding import (
     omitted_if,
     version_said,
 )
-from megatron_resihp.control.commands.claim import Owner
 from megatron_resihp.control.commands.contact import ADDED_TO, Contact
-from megatron_resihp.control.replanning.proposals import Proposal
+from megatron_resihp.control.commands.launch.claim import Owner
+from megatron_resihp.control.replanning.by_choice.proposals import Proposal
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.worker.saved_state import LastSave
 from megatron_resihp.cost import profile

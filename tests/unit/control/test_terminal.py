@@ -14,7 +14,8 @@ import pytest
 LAUNCHER = """
 import sys, traceback
 from megatron_resihp import cli
-from megatron_resihp.control.commands import coordinator_command, launcher
+from megatron_resihp.control.commands import coordinator_command
+from megatron_resihp.control.commands.launch import launcher
 from megatron_resihp.control.terminal import say, warn
 
 def run(*_):

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from megatron_resihp.cost.bounds import iteration_bound
 from megatron_resihp.cost.device import Device, durations, layer_work, transfers
 from megatron_resihp.cost.job import JobCost
-from megatron_resihp.cost.layers import model_from_arguments
-from megatron_resihp.cost.presets import PRESETS, preset
+from megatron_resihp.cost.model.layers import model_from_arguments
+from megatron_resihp.cost.model.presets import PRESETS, preset
 from megatron_resihp.cost.training import (
     Recompute,
     Training,

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_resihp.cost.layers import LayerKind, ModelError, model_from_arguments
-from megatron_resihp.cost.parts import Part, ShardError
-from megatron_resihp.cost.presets import PRESETS, preset
+from megatron_resihp.cost.model.layers import LayerKind, ModelError, model_from_arguments
+from megatron_resihp.cost.model.parts import Part, ShardError
+from megatron_resihp.cost.model.presets import PRESETS, preset
 
 GPT = {
     "num_layers": 4,

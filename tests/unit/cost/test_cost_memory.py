@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from megatron_resihp.coding import decode
 from megatron_resihp.cost.job import JobCost
-from megatron_resihp.cost.layers import Model, model_from_arguments
 from megatron_resihp.cost.memory import MemoryUse, check_plan, memory_of, with_layers
-from megatron_resihp.cost.presets import PRESETS, preset
+from megatron_resihp.cost.model.layers import Model, model_from_arguments
+from megatron_resihp.cost.model.presets import PRESETS, preset
 from megatron_resihp.cost.room import check_change, peak_of_change, put_together, usable
 from megatron_resihp.cost.training import Recompute, Training, TrainingError, training_from_arguments
 from megatron_resihp.plan import (

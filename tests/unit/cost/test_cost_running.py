@@ -15,8 +15,8 @@ from megatron_resihp.cost.arguments import ARGUMENTS
 from megatron_resihp.cost.fitted.fit import fit
 from megatron_resihp.cost.fitted.model import CostModel
 from megatron_resihp.cost.job import UNTIL_NEXT_EVENT_S
-from megatron_resihp.cost.layers import model_from_arguments
 from megatron_resihp.cost.memory import memory_of
+from megatron_resihp.cost.model.layers import model_from_arguments
 from megatron_resihp.cost.profile import LayerKind, load_profile
 from megatron_resihp.cost.running import UnknownCost, cost_of_job
 from megatron_resihp.cost.training import training_from_arguments

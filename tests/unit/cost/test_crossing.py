@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megatron_resihp.cost.crossing import Crossing, crossing
-from megatron_resihp.cost.layers import model_from_arguments
 from megatron_resihp.cost.memory import memory_of
-from megatron_resihp.cost.presets import PRESETS
+from megatron_resihp.cost.model.layers import model_from_arguments
+from megatron_resihp.cost.model.presets import PRESETS
 from megatron_resihp.cost.training import Training, training_from_arguments
 from megatron_resihp.plan import ParallelPlan, even_chunks, spelled_out
 from megatron_resihp.planner import JobShape, initial_plan

@@ -11,9 +11,9 @@ import pytest
 from megatron_resihp.cost.device import Device, layer_work
 from megatron_resihp.cost.exchange import exchange_seconds
 from megatron_resihp.cost.job import JobCost
-from megatron_resihp.cost.layers import model_from_arguments
 from megatron_resihp.cost.memory import layer_bytes
-from megatron_resihp.cost.presets import PRESETS
+from megatron_resihp.cost.model.layers import model_from_arguments
+from megatron_resihp.cost.model.presets import PRESETS
 from megatron_resihp.cost.training import Recompute, Training
 from megatron_resihp.plan.rules import Sharing
 

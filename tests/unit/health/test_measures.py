@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_resihp.cli import main
-from megatron_resihp.control.commands import launch_options
+from megatron_resihp.control.commands.launch import launch_options
 from megatron_resihp.health import measures
 from megatron_resihp.health.findings import Peer
 

@@ -9,8 +9,8 @@ import pytest
 
 from megatron_resihp.cost.device import Device, durations, transfers
 from megatron_resihp.cost.job import JobCost
-from megatron_resihp.cost.layers import model_from_arguments
-from megatron_resihp.cost.presets import PRESETS
+from megatron_resihp.cost.model.layers import model_from_arguments
+from megatron_resihp.cost.model.presets import PRESETS
 from megatron_resihp.cost.training import Training
 from megatron_resihp.pipeline.planned import program_of
 from megatron_resihp.pipeline.simulate import simulate

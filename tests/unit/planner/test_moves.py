@@ -7,8 +7,8 @@ import pytest
 
 from megatron_resihp.cost.device import Device
 from megatron_resihp.cost.job import JobCost
-from megatron_resihp.cost.layers import model_from_arguments
-from megatron_resihp.cost.presets import PRESETS
+from megatron_resihp.cost.model.layers import model_from_arguments
+from megatron_resihp.cost.model.presets import PRESETS
 from megatron_resihp.cost.training import Training
 from megatron_resihp.plan import Chunk, OwnSplit, ParallelPlan, Replica, Shard
 from megatron_resihp.planner.moves import bytes_to_move, seconds_to_get_there

@@ -10,8 +10,8 @@ from planner_optimum import NotProvenError, optimum
 
 from megatron_resihp.cost.device import Device
 from megatron_resihp.cost.job import JobCost
-from megatron_resihp.cost.layers import model_from_arguments
-from megatron_resihp.cost.presets import PRESETS
+from megatron_resihp.cost.model.layers import model_from_arguments
+from megatron_resihp.cost.model.presets import PRESETS
 from megatron_resihp.cost.training import Training
 from megatron_resihp.planner.health import Health
 from megatron_resihp.planner.search.makespan import pipeline_makespan

@@ -17,9 +17,9 @@ import pytest
 import yaml
 
 from megatron_resihp.control import exit_codes
-from megatron_resihp.control.commands.launch_options import LaunchOptions
-from megatron_resihp.control.commands.run_directory import JOB_ENDED
-from megatron_resihp.control.commands.seat import RESULT
+from megatron_resihp.control.commands.launch.launch_options import LaunchOptions
+from megatron_resihp.control.commands.launch.run_directory import JOB_ENDED
+from megatron_resihp.control.commands.launch.seat import RESULT
 
 ROOT = Path(__file__).parents[3]
 SCHEMA = "JOBSET_DIR"

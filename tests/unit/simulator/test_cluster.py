@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_resihp.cost.bounds import iteration_bound
 from megatron_resihp.cost.job import JobCost
-from megatron_resihp.cost.presets import preset
+from megatron_resihp.cost.model.presets import preset
 from megatron_resihp.cost.training import Training
 from megatron_resihp.lab.calibration import calibrated
 from megatron_resihp.plan import ParallelPlan

@@ -34,8 +34,8 @@ from megatron_resihp.control.coordination.decisions.replay import Replay, feed, 
 from megatron_resihp.control.coordination.state_machine.membership import Input, Membership
 from megatron_resihp.control.coordination.state_machine.state import State
 from megatron_resihp.control.job_size import JobSize
-from megatron_resihp.control.replanning.inventory import Survivors
-from megatron_resihp.control.replanning.next_plan import NextPlan, uniform_or_less
+from megatron_resihp.control.replanning.recovery.inventory import Survivors
+from megatron_resihp.control.replanning.recovery.next_plan import NextPlan, uniform_or_less
 from megatron_resihp.events.event import Event
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.planner import NoPlanError

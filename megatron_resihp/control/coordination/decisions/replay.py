@@ -28,8 +28,8 @@ from megatron_resihp.control.coordination.decisions.entries import (
 from megatron_resihp.control.coordination.decisions.handover import Handover
 from megatron_resihp.control.coordination.decisions.plain_state import state_from
 from megatron_resihp.control.coordination.state_machine.membership import Membership
-from megatron_resihp.control.replanning.inventory import Survivors
-from megatron_resihp.control.replanning.next_plan import NextPlan
+from megatron_resihp.control.replanning.recovery.inventory import Survivors
+from megatron_resihp.control.replanning.recovery.next_plan import NextPlan
 from megatron_resihp.events.event import Event
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.planner import NoPlanError

@@ -10,7 +10,7 @@ from megatron_resihp.control import exit_codes
 from megatron_resihp.control.coordination.actions import Action, End, Log, Notify, Phase
 from megatron_resihp.control.coordination.state_machine.plans import Plans
 from megatron_resihp.control.coordination.state_machine.state import State
-from megatron_resihp.control.replanning.inventory import each_writes_all
+from megatron_resihp.control.replanning.recovery.inventory import each_writes_all
 from megatron_resihp.events.job import RunFinished
 from megatron_resihp.plan import Shard
 from megatron_resihp.protocol.notices import JobEnds, StopTraining

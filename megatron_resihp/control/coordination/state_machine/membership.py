@@ -19,7 +19,7 @@ from megatron_resihp.control.coordination.state_machine.slowdowns import Slowdow
 from megatron_resihp.control.coordination.state_machine.state import Job, State
 from megatron_resihp.control.coordination.state_machine.worker_messages import WorkerMessages
 from megatron_resihp.control.job_size import JobSize
-from megatron_resihp.control.replanning.next_plan import NextPlan, uniform_or_less
+from megatron_resihp.control.replanning.recovery.next_plan import NextPlan, uniform_or_less
 from megatron_resihp.events.job import CoordinatorReplaced
 from megatron_resihp.protocol.logs import Place
 from megatron_resihp.protocol.messages import SlowdownRequest, WordOfAgent, WordOfCommand, WordOfWorker

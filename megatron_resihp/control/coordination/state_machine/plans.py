@@ -4,9 +4,9 @@
 from collections.abc import Container, Set
 
 from megatron_resihp.control.coordination.state_machine.state import HeldShards, State
-from megatron_resihp.control.replanning.inventory import Held, Survivors, copied_experts
 from megatron_resihp.control.replanning.modes import OptimizerState, optimizer_after
-from megatron_resihp.control.replanning.next_plan import (
+from megatron_resihp.control.replanning.recovery.inventory import Held, Survivors, copied_experts
+from megatron_resihp.control.replanning.recovery.next_plan import (
     NextPlan,
     first_again,
     uniform_or_less,

@@ -17,7 +17,7 @@ from megatron_resihp.control.coordination.state_machine.ends import Ends
 from megatron_resihp.control.coordination.state_machine.epochs import Epochs
 from megatron_resihp.control.coordination.state_machine.state import Job, State
 from megatron_resihp.control.job_size import JobSize
-from megatron_resihp.control.replanning.inventory import shape_of
+from megatron_resihp.control.replanning.recovery.inventory import shape_of
 from megatron_resihp.events.job import Exposed, Model
 from megatron_resihp.events.workers import WorkerFailed, WorkerWaiting
 from megatron_resihp.plan import Chunk

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from served import Served, serving
 
-from megatron_resihp.control.commands.admission import admitted, find_secret
 from megatron_resihp.control.commands.contact import FILE_NAME as CONTACT
 from megatron_resihp.control.commands.contact import reach
+from megatron_resihp.control.commands.launch.admission import admitted, find_secret
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.transport.access.gate import OtherProtocolError
 from megatron_resihp.control.transport.access.secret import FILE_NAME, VARIABLE

@@ -9,7 +9,7 @@ from typing import Any
 
 from made_up_events import made_up
 
-from megatron_resihp.control.commands.launcher import catch_up
+from megatron_resihp.control.commands.launch.launcher import catch_up
 from megatron_resihp.control.head.logs.logbook import Logbook
 from megatron_resihp.control.head.logs.own_curves import HEALTHY
 from megatron_resihp.control.head.logs.writer import CarefulWriter, Term

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from megatron_resihp.control.commands import claim
-from megatron_resihp.control.commands.claim import ClaimedError, Owner, claimed, living_owner, touched
 from megatron_resihp.control.commands.contact import Contact
+from megatron_resihp.control.commands.launch import claim
+from megatron_resihp.control.commands.launch.claim import ClaimedError, Owner, claimed, living_owner, touched
 from megatron_resihp.control.transport.access.secret import published_secret
 from megatron_resihp.control.transport.address import Address
 

@@ -13,12 +13,12 @@ from served import CONNECT_S
 
 from megatron_resihp.cli import command_parser, main
 from megatron_resihp.control import keys
-from megatron_resihp.control.commands.claim import Owner
 from megatron_resihp.control.commands.contact import Contact
 from megatron_resihp.control.commands.coordinator_command import options_of
-from megatron_resihp.control.commands.launch_options import LaunchError, LaunchOptions
-from megatron_resihp.control.commands.launcher import NoEvents
-from megatron_resihp.control.commands.seat import Seat, take_seat
+from megatron_resihp.control.commands.launch.claim import Owner
+from megatron_resihp.control.commands.launch.launch_options import LaunchError, LaunchOptions
+from megatron_resihp.control.commands.launch.launcher import NoEvents
+from megatron_resihp.control.commands.launch.seat import Seat, take_seat
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.transport.access.secret import VARIABLE
 from megatron_resihp.control.transport.address import Address
@@ -135,7 +135,7 @@ def test_node_0_of_a_job_of_another_size_is_refused(tmp_path: Path) -> None:
 
 
 def test_node_0_without_a_secret_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_resihp.control.commands.admission.SEEN_WITHIN_S", 0.0)
+    monkeypatch.setattr("megatron_resihp.control.commands.launch.admission.SEEN_WITHIN_S", 0.0)
     with ExitStack() as stack:
         leading = seat_of(alone(tmp_path), stack)
         serve(leading, stack)

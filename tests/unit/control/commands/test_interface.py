@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from served import CONNECT_S
 
-from megatron_resihp.control.commands.interface import GLOO, NCCL, problem, variables, warnings_of
-from megatron_resihp.control.commands.launch_options import LaunchError, LaunchOptions, check
+from megatron_resihp.control.commands.launch.interface import GLOO, NCCL, problem, variables, warnings_of
+from megatron_resihp.control.commands.launch.launch_options import LaunchError, LaunchOptions, check
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.node.environment import JobEnvironment
 from megatron_resihp.control.transport.access.secret import fresh_secret

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_resihp.control import exit_codes
-from megatron_resihp.control.commands import launcher
-from megatron_resihp.control.commands.run_directory import JOB_ENDED, forget_job_end
-from megatron_resihp.control.commands.seat import RESULT
+from megatron_resihp.control.commands.launch import launcher
+from megatron_resihp.control.commands.launch.run_directory import JOB_ENDED, forget_job_end
+from megatron_resihp.control.commands.launch.seat import RESULT
 from megatron_resihp.control.node.mailbox import Ending
 
 

@@ -7,9 +7,9 @@ import resource
 
 import pytest
 
-from megatron_resihp.control.commands import open_files
-from megatron_resihp.control.commands.launch_options import LaunchOptions
-from megatron_resihp.control.commands.launcher import launch
+from megatron_resihp.control.commands.launch import open_files
+from megatron_resihp.control.commands.launch.launch_options import LaunchOptions
+from megatron_resihp.control.commands.launch.launcher import launch
 from megatron_resihp.control.job_size import JobSize
 
 

@@ -12,10 +12,10 @@ import pytest
 from served import Served, serving
 
 from megatron_resihp.control import keys
-from megatron_resihp.control.commands import seat
-from megatron_resihp.control.commands.launch_options import LaunchError, LaunchOptions
-from megatron_resihp.control.commands.launcher import NoEvents
-from megatron_resihp.control.commands.seat import check_still_there, take_seat
+from megatron_resihp.control.commands.launch import seat
+from megatron_resihp.control.commands.launch.launch_options import LaunchError, LaunchOptions
+from megatron_resihp.control.commands.launch.launcher import NoEvents
+from megatron_resihp.control.commands.launch.seat import check_still_there, take_seat
 from megatron_resihp.control.head import returning
 from megatron_resihp.control.head.returning import TAKEN_LOOK_S, Offers
 from megatron_resihp.control.job_size import JobSize

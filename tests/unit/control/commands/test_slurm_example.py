@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from megatron_resihp.control import exit_codes
-from megatron_resihp.control.commands.launch_options import add_arguments, check, options_of
-from megatron_resihp.control.commands.run_directory import JOB_ENDED
-from megatron_resihp.control.commands.seat import REASON, RESULT
+from megatron_resihp.control.commands.launch.launch_options import add_arguments, check, options_of
+from megatron_resihp.control.commands.launch.run_directory import JOB_ENDED
+from megatron_resihp.control.commands.launch.seat import REASON, RESULT
 from megatron_resihp.control.worker.saved_state import DIRECTORY, TRACKER
 
 ROOT = Path(__file__).parents[4]

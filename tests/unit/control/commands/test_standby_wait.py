@@ -14,7 +14,7 @@ import pytest
 
 from megatron_resihp.control.commands import standby
 from megatron_resihp.control.commands.contact import Contact
-from megatron_resihp.control.commands.launch_options import LaunchError
+from megatron_resihp.control.commands.launch.launch_options import LaunchError
 from megatron_resihp.control.job_size import JobSize
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.etcd.gateway import Held

@@ -9,8 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_resihp.control.commands.launch_options import LaunchError, LaunchOptions, add_arguments, check, options_of
-from megatron_resihp.control.commands.torchrun_flags import HONOURED, MISSED, OURS, WITHOUT_EFFECT
+from megatron_resihp.control.commands.launch.launch_options import (
+    LaunchError,
+    LaunchOptions,
+    add_arguments,
+    check,
+    options_of,
+)
+from megatron_resihp.control.commands.launch.torchrun_flags import HONOURED, MISSED, OURS, WITHOUT_EFFECT
 from megatron_resihp.control.transport.address import Address
 
 HEAD = "head"

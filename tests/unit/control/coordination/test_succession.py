@@ -22,7 +22,7 @@ from megatron_resihp.control.coordination.decisions.recorded import Recorded, Un
 from megatron_resihp.control.coordination.decisions.succession import Succession, succession, unlogged
 from megatron_resihp.control.coordination.state_machine.state import State
 from megatron_resihp.control.job_size import JobSize
-from megatron_resihp.control.replanning.next_plan import uniform_or_less
+from megatron_resihp.control.replanning.recovery.next_plan import uniform_or_less
 from megatron_resihp.events.event import Event
 from megatron_resihp.events.workers import WorkerDead
 from megatron_resihp.plan import ParallelPlan, Replica

@@ -12,7 +12,7 @@ from model_worker import shards_under
 
 from megatron_resihp.control import exit_codes
 from megatron_resihp.control.coordination.actions import End
-from megatron_resihp.control.replanning.inventory import lacking
+from megatron_resihp.control.replanning.recovery.inventory import lacking
 from megatron_resihp.plan import Chunk, Shard
 from megatron_resihp.protocol.published import Decision, EpochPlan
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megatron_resihp.coding import decode
-from megatron_resihp.control.replanning.fallback import plan_for_few
-from megatron_resihp.control.replanning.inventory import Survivors
-from megatron_resihp.control.replanning.next_plan import uniform_or_less
+from megatron_resihp.control.replanning.recovery.fallback import plan_for_few
+from megatron_resihp.control.replanning.recovery.inventory import Survivors
+from megatron_resihp.control.replanning.recovery.next_plan import uniform_or_less
 from megatron_resihp.events.replanning import Planned
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica, Schedule, Shard, even_chunks, spelled_out
 from megatron_resihp.planner import JobShape, NoPlanError

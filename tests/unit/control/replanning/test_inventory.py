@@ -10,7 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_resihp.control.coordination.digests import differing, name_of, shards_of_key
-from megatron_resihp.control.replanning.inventory import copied_experts, lacking, plan_for_survivors, written_once
+from megatron_resihp.control.replanning.recovery.inventory import (
+    copied_experts,
+    lacking,
+    plan_for_survivors,
+    written_once,
+)
 from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Replica, Shard, even_chunks, spelled_out
 from megatron_resihp.plan.replica import shards_at
 from megatron_resihp.planner import JobShape, NoPlanError, initial_plan

@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 import pytest
 
 from megatron_resihp.control.coordination.epoch_events import job_described
-from megatron_resihp.control.replanning.change import ChangeRefused, plan_to_change_to
-from megatron_resihp.control.replanning.inventory import Survivors, shape_of
+from megatron_resihp.control.replanning.by_choice.change import ChangeRefused, plan_to_change_to
 from megatron_resihp.control.replanning.job_facts import JobFacts
 from megatron_resihp.control.replanning.modes import mode_of
-from megatron_resihp.control.replanning.next_plan import Heard, StrategicPlan, dealt_anew, uniform_plan
-from megatron_resihp.control.replanning.planning import answer
-from megatron_resihp.cost.layers import Model, model_from_arguments
+from megatron_resihp.control.replanning.processes.planning import answer
+from megatron_resihp.control.replanning.recovery.inventory import Survivors, shape_of
+from megatron_resihp.control.replanning.recovery.next_plan import Heard, StrategicPlan, dealt_anew, uniform_plan
 from megatron_resihp.cost.memory import memory_of
+from megatron_resihp.cost.model.layers import Model, model_from_arguments
 from megatron_resihp.cost.training import Training, training_from_arguments, training_of_job
 from megatron_resihp.events.replanning import Planned
 from megatron_resihp.plan import (

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import pytest
 from made_up_events import made_up
 
+from megatron_resihp.control.replanning.by_choice.patience import MOST_LOST_S, Patience, Shift
+from megatron_resihp.control.replanning.by_choice.policy import Action, AskPlanner, Policy, Recommend, Settings
 from megatron_resihp.control.replanning.health import Speeds
-from megatron_resihp.control.replanning.patience import MOST_LOST_S, Patience, Shift
-from megatron_resihp.control.replanning.policy import Action, AskPlanner, Policy, Recommend, Settings
 from megatron_resihp.events.detection import Verdict
 from megatron_resihp.plan import ParallelPlan, Replica
 from megatron_resihp.protocol.planning import PlanFound

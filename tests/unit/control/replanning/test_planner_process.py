@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron_resihp.control.replanning import planner_process, planning
-from megatron_resihp.control.replanning.planner_process import PlannerProcess
+from megatron_resihp.control.replanning.processes import planner_process, planning
+from megatron_resihp.control.replanning.processes.planner_process import PlannerProcess
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica
 from megatron_resihp.protocol.planning import PLANNER_ANSWERS, PLANNER_REQUESTS, KnownJob, NoPlan, PlannerRequest
 from megatron_resihp.protocol.version import VERSION
@@ -54,7 +54,9 @@ def many_open_files() -> Iterator[None]:
 def the_process() -> psutil.Process:
     """That plans."""
     children = psutil.Process().children()
-    [found] = [child for child in children if "megatron_resihp.control.replanning.planning" in child.cmdline()]
+    [found] = [
+        child for child in children if "megatron_resihp.control.replanning.processes.planning" in child.cmdline()
+    ]
     return found
 
 
@@ -151,7 +153,7 @@ def test_it_answers_a_launcher_that_has_many_files_open(many_open_files: None, p
 
 
 ON_A_FULL_DISK = """
-from megatron_resihp.control.replanning import planning
+from megatron_resihp.control.replanning.processes import planning
 from megatron_resihp.protocol.planning import NoPlan
 
 def answer(request, on_compiling):

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from made_up_events import made_up
 
+from megatron_resihp.control.replanning.by_choice.policy import Action, AskPlanner, Policy, Recommend, Settings
+from megatron_resihp.control.replanning.by_choice.trial import Outcome
 from megatron_resihp.control.replanning.health import Speeds
-from megatron_resihp.control.replanning.policy import Action, AskPlanner, Policy, Recommend, Settings
-from megatron_resihp.control.replanning.trial import Outcome
 from megatron_resihp.events.detection import Verdict
 from megatron_resihp.plan import ParallelPlan, Replica
 from megatron_resihp.protocol.planning import NoPlan, PlanFound, PlannerAnswer

@@ -16,10 +16,10 @@ from made_up_events import made_up
 from megatron_resihp.control.coordination.actions import Log
 from megatron_resihp.control.coordination.state_machine.membership import Membership
 from megatron_resihp.control.job_size import JobSize
-from megatron_resihp.control.replanning import planners
-from megatron_resihp.control.replanning.inventory import Survivors
-from megatron_resihp.control.replanning.proposals import PROPOSALS
-from megatron_resihp.control.replanning.replanner import Replanner
+from megatron_resihp.control.replanning.by_choice.proposals import PROPOSALS
+from megatron_resihp.control.replanning.by_choice.replanner import Replanner
+from megatron_resihp.control.replanning.processes import planners
+from megatron_resihp.control.replanning.recovery.inventory import Survivors
 from megatron_resihp.events import replanning as policy_events
 from megatron_resihp.events.bus import EventBus
 from megatron_resihp.events.event import Event, stamped

@@ -16,7 +16,7 @@ from megatron.training import arguments
 from megatron_resihp.config import add_arguments
 from megatron_resihp.control.worker.identity import Identity, UnlikeError, check_in
 from megatron_resihp.integration import releases
-from megatron_resihp.integration.patches import identity
+from megatron_resihp.integration.patches.arguments import identity
 from megatron_resihp.integration.support import LACKING, workers
 
 COMMON = "--num-layers 2 --seq-length 64 --micro-batch-size 2 --lr 1e-3 --tokenizer-type NullTokenizer --resihp".split()

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megatron_resihp.control.job_size import JobSize
-from megatron_resihp.cost.layers import model_from_arguments
 from megatron_resihp.cost.memory import memory_of
-from megatron_resihp.cost.presets import PRESETS
+from megatron_resihp.cost.model.layers import model_from_arguments
+from megatron_resihp.cost.model.presets import PRESETS
 from megatron_resihp.cost.training import training_from_arguments
 from megatron_resihp.integration.check.findings import told_of_losses, told_of_memory, told_of_traffic
 from megatron_resihp.integration.check.losses import Outlook, outlook

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_resihp.config import ConfigError, ResihpConfig
-from megatron_resihp.integration.patches.context import check_sharing
+from megatron_resihp.integration.patches.arguments.context import check_sharing
 
 
 def check(context: int = 1, experts: int = 1, **ours: Any) -> None:

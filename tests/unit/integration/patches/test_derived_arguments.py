@@ -12,8 +12,8 @@ import pytest
 from megatron.training import arguments
 from megatron.training.argument_utils import core_transformer_config_from_args
 
-from megatron_resihp.integration.patches import flags
-from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
+from megatron_resihp.integration.patches.arguments import flags
+from megatron_resihp.integration.patches.arguments.derived_arguments import DerivedArguments
 from megatron_resihp.integration.world.heterogeneous import HeterogeneousView
 from megatron_resihp.integration.world.heterogeneous_groups import Sizes
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_resihp.integration.patches.own_functions import FUNCTIONS, unheeded
+from megatron_resihp.integration.patches.arguments.own_functions import FUNCTIONS, unheeded
 
 
 def test_what_megatron_makes_itself_is_heeded() -> None:

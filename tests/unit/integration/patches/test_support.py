@@ -14,7 +14,7 @@ import pytest
 from megatron.training import arguments, training
 
 from megatron_resihp.config import ResihpConfig
-from megatron_resihp.integration.patches import flags
+from megatron_resihp.integration.patches.arguments import flags
 from megatron_resihp.integration.support import TABLE, refusals
 
 COMMON = """

@@ -7,8 +7,8 @@ import pytest
 
 from megatron_resihp.cost.device import Device
 from megatron_resihp.cost.job import JobCost
-from megatron_resihp.cost.layers import model_from_arguments
-from megatron_resihp.cost.presets import PRESETS
+from megatron_resihp.cost.model.layers import model_from_arguments
+from megatron_resihp.cost.model.presets import PRESETS
 from megatron_resihp.cost.training import Training
 from megatron_resihp.plan import ParallelPlan, Replica
 from megatron_resihp.planner.evaluation import evaluate

@@ -12,9 +12,9 @@ from planner_optimum import optimum
 
 from megatron_resihp.cost.device import Device
 from megatron_resihp.cost.job import JobCost
-from megatron_resihp.cost.layers import model_from_arguments
 from megatron_resihp.cost.memory import check_plan
-from megatron_resihp.cost.presets import PRESETS
+from megatron_resihp.cost.model.layers import model_from_arguments
+from megatron_resihp.cost.model.presets import PRESETS
 from megatron_resihp.cost.room import check_change
 from megatron_resihp.cost.training import Training
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica

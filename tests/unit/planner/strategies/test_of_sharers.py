@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_resihp.cost.job import JobCost
-from megatron_resihp.cost.layers import model_from_arguments
 from megatron_resihp.cost.memory import check_plan, memory_of
-from megatron_resihp.cost.presets import PRESETS
+from megatron_resihp.cost.model.layers import model_from_arguments
+from megatron_resihp.cost.model.presets import PRESETS
 from megatron_resihp.cost.training import Training
 from megatron_resihp.lab.baselines.lazarus import DISPATCHED
 from megatron_resihp.lab.strategies import FOR_SHARERS as BASELINES

@@ -9,8 +9,8 @@ import pytest
 from test_membership import LIMITS, OTHER_LAYERS, UNLIKE, Job, events, notices, only, plan_of
 
 from megatron_resihp.control.coordination.actions import Action, Phase
-from megatron_resihp.control.replanning.inventory import Survivors
-from megatron_resihp.control.replanning.next_plan import uniform_or_less
+from megatron_resihp.control.replanning.recovery.inventory import Survivors
+from megatron_resihp.control.replanning.recovery.next_plan import uniform_or_less
 from megatron_resihp.events.replanning import Planned
 from megatron_resihp.plan import Chunk, ParallelPlan
 from megatron_resihp.protocol.messages import CommunicationFailed, FirstStepFailed, PlanRequest, ScriptFailed

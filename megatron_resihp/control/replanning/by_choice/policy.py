@@ -6,7 +6,7 @@ made once the time that it would have saved so far is as much as it costs. No or
 twice what knowing the future would have saved. Where slowness comes and goes that is dearer than to do nothing, so
 changes in vain are remembered (`patience`). Besides, what is left of the job has to be long enough to pay for it.
 
-May import `config`, `events`, `plan`, `protocol` and this package's other pure modules.
+May import `config`, `events`, `plan`, `protocol` and `control.replanning`'s other pure modules.
 """
 
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Final, Self
 
 from megatron_resihp.config import UNIFORM
+from megatron_resihp.control.replanning.by_choice.offers import Candidate, Offer, Recommended
+from megatron_resihp.control.replanning.by_choice.patience import Cause, Patience, Shift, alike
+from megatron_resihp.control.replanning.by_choice.progress import Lost, Pause, Training
+from megatron_resihp.control.replanning.by_choice.trial import Outcome, Trial
 from megatron_resihp.control.replanning.health import Speeds
-from megatron_resihp.control.replanning.offers import Candidate, Offer, Recommended
-from megatron_resihp.control.replanning.patience import Cause, Patience, Shift, alike
-from megatron_resihp.control.replanning.progress import Lost, Pause, Training
-from megatron_resihp.control.replanning.trial import Outcome, Trial
 from megatron_resihp.events.detection import Verdict
 from megatron_resihp.events.epochs import EpochStarted, Reconfiguration, Recovery
 from megatron_resihp.events.event import Event

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a job's numbers of workers, layers and samples fit together. Imports `plan` and this package's pure modules.
+"""Whether a job's numbers of workers, layers and samples fit together. Imports `plan` and `integration`'s pure modules.
 
 What Megatron would assert on every worker is said here in one line. Each check raises a ConfigError.
 """
@@ -9,7 +9,7 @@ import copy
 import math
 
 from megatron_resihp.config import ConfigError
-from megatron_resihp.integration.patches.context import size_of_replica
+from megatron_resihp.integration.patches.arguments.context import size_of_replica
 from megatron_resihp.integration.support.batches import batch_steps
 from megatron_resihp.integration.world.own_layers import own_chunks
 from megatron_resihp.plan import PlanError

@@ -3,7 +3,7 @@
 
 Where there is neither, what is left of the plan that was run goes on.
 
-May import `plan`, `planner`, `protocol` and this package's modules.
+May import `plan`, `planner`, `protocol` and `control.replanning`'s modules.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from fractions import Fraction
 from typing import Final
 
 from megatron_resihp.config import UNIFORM
-from megatron_resihp.control.replanning.change import check_memory, model_of, with_standbys
-from megatron_resihp.control.replanning.fallback import plan_for_few
-from megatron_resihp.control.replanning.inventory import Held, Survivors, lacking, plan_for_survivors
+from megatron_resihp.control.replanning.by_choice.change import check_memory, model_of, with_standbys
 from megatron_resihp.control.replanning.modes import mode_of
+from megatron_resihp.control.replanning.recovery.fallback import plan_for_few
+from megatron_resihp.control.replanning.recovery.inventory import Held, Survivors, lacking, plan_for_survivors
 from megatron_resihp.events.event import Event
 from megatron_resihp.events.replanning import Planned
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, Schedule, deal, spelled_out

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans for survivors that hold all state between them, and are too few for one replica of the job's own layout.
 
-Simple ones, which are to keep a job alive and not to be the fastest. Pure; may import `plan`, `cost` and this package's
-modules. `cost` is imported only once such a plan is needed, since that takes a while.
+Simple ones, which are to keep a job alive and not to be the fastest. Pure; may import `plan`, `cost` and other pure
+modules of `control.replanning`. `cost` is imported only once such a plan is needed, since that takes a while.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from megatron_resihp.control.replanning.change import with_standbys
-from megatron_resihp.control.replanning.inventory import Held, Survivors
+from megatron_resihp.control.replanning.by_choice.change import with_standbys
 from megatron_resihp.control.replanning.modes import mode_of
+from megatron_resihp.control.replanning.recovery.inventory import Held, Survivors
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, Replica, deal, even_counts, spelled_out
 from megatron_resihp.plan.layers import in_turns
 from megatron_resihp.planner import NoPlanError

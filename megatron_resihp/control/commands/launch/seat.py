@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a launcher sits: with the coordinator, whose ports and run directory it claims, or at a node that joins it.
 
-May import: the standard library and this package's modules. Where events go is handed in.
+May import: the standard library and `control`'s modules. Where events go is handed in.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Final
 
 from megatron_resihp.control import exit_codes, keys
-from megatron_resihp.control.commands.admission import admitted
-from megatron_resihp.control.commands.claim import ClaimedError, Hold, living_owner
 from megatron_resihp.control.commands.contact import FILE_NAME, Contact, read_contact
-from megatron_resihp.control.commands.launch_options import LaunchError, LaunchOptions
-from megatron_resihp.control.commands.run_directory import make_run_dir, unwritable
+from megatron_resihp.control.commands.launch.admission import admitted
+from megatron_resihp.control.commands.launch.claim import ClaimedError, Hold, living_owner
+from megatron_resihp.control.commands.launch.launch_options import LaunchError, LaunchOptions
+from megatron_resihp.control.commands.launch.run_directory import make_run_dir, unwritable
 from megatron_resihp.control.coordination.decisions.succession import Succession
 from megatron_resihp.control.head import returning
 from megatron_resihp.control.head.headquarters import EventSink

@@ -2,7 +2,7 @@
 """What a worker is started with, as far as it decides what the worker computes: versions, flags, data.
 
 Paths may differ between nodes, so what is there is compared in their place: sizes, and a digest of some blocks.
-May import megatron and this package.
+May import megatron and `integration`.
 """
 
 import argparse

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from megatron_resihp.control.commands.torchrun_flags import TorchrunError
+from megatron_resihp.control.commands.launch.torchrun_flags import TorchrunError
 from megatron_resihp.control.transport.address import Address, parse_address
 
 STATIC: Final = "static"

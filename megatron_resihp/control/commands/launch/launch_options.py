@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `resihp launch` is told: its arguments, and what is wrong with them.
 
-May import: the standard library and this package's modules.
+May import: the standard library and `control`'s modules.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Final
 
-from megatron_resihp.control.commands import interface, torchrun_flags
-from megatron_resihp.control.commands.rendezvous import Rendezvous, can_be_bound, rendezvous_of
+from megatron_resihp.control.commands.launch import interface, torchrun_flags
+from megatron_resihp.control.commands.launch.rendezvous import Rendezvous, can_be_bound, rendezvous_of
 from megatron_resihp.control.job_size import JobSize, parse_nodes
 from megatron_resihp.control.node.output import MODES
 from megatron_resihp.control.transport.address import Address, parse_address

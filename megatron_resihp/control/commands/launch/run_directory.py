@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Final
 
-from megatron_resihp.control.commands.launch_options import LaunchError, LaunchOptions
+from megatron_resihp.control.commands.launch.launch_options import LaunchError, LaunchOptions
 from megatron_resihp.control.terminal import warn
 
 MODE: Final = 0o700

@@ -3,17 +3,17 @@
 
 The plan says which worker works where. A live worker without work is a standby and keeps what it holds, whatever the
 plan says of standbys: it can't keep what it doesn't hold, and no worker drops state without need.
-May import `plan`, what `cost` knows of models, and this package's modules.
+May import `plan`, what `cost` knows of models, and `control.replanning`'s modules.
 """
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_resihp.control.replanning.inventory import lacking
 from megatron_resihp.control.replanning.modes import degrees_of, in_short
-from megatron_resihp.cost.layers import Model, ModelError, model_from_arguments
-from megatron_resihp.cost.parts import ShardError
+from megatron_resihp.control.replanning.recovery.inventory import lacking
+from megatron_resihp.cost.model.layers import Model, ModelError, model_from_arguments
+from megatron_resihp.cost.model.parts import ShardError
 from megatron_resihp.cost.training import Training, TrainingError, training_of_job
 from megatron_resihp.plan import Chunk, OwnSplit, ParallelPlan, PlanError, Shard, differences, spelled_out
 from megatron_resihp.plan.spelling import trimmed

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Final
 
-from megatron_resihp.cost.parts import Part
+from megatron_resihp.cost.model.parts import Part
 
 MASK_BYTES: Final = 1
 """Bytes per element of a dropout mask."""

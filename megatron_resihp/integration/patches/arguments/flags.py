@@ -20,17 +20,17 @@ from megatron.core.dist_checkpointing.strategies.torch import get_async_strategy
 from megatron_resihp import cpu
 from megatron_resihp.config import ConfigError, ResihpConfig, add_arguments
 from megatron_resihp.control.node.environment import MAX_RESTARTS, SLOTS, give_back_nccl
-from megatron_resihp.control.replanning.change import ChangeRefused, plan_of
+from megatron_resihp.control.replanning.by_choice.change import ChangeRefused, plan_of
 from megatron_resihp.control.worker.identity import Identity
 from megatron_resihp.cost.profile import ProfileError, load_profile
 from megatron_resihp.integration.failing import fail
 from megatron_resihp.integration.modes.overlaps import lost_always
-from megatron_resihp.integration.patches.checkpoint_arguments import pop_given
-from megatron_resihp.integration.patches.context import check_sharing
-from megatron_resihp.integration.patches.derived_arguments import DerivedArguments
-from megatron_resihp.integration.patches.identity import identity_of
-from megatron_resihp.integration.patches.model_configuration import check_model, refusal
-from megatron_resihp.integration.patches.sizes import (
+from megatron_resihp.integration.patches.arguments.checkpoint_arguments import pop_given
+from megatron_resihp.integration.patches.arguments.context import check_sharing
+from megatron_resihp.integration.patches.arguments.derived_arguments import DerivedArguments
+from megatron_resihp.integration.patches.arguments.identity import identity_of
+from megatron_resihp.integration.patches.arguments.model_configuration import check_model, refusal
+from megatron_resihp.integration.patches.arguments.sizes import (
     check_batches,
     check_instances,
     check_pipeline,

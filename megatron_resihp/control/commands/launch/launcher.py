@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`resihp launch`: checks what was asked for, puts one node's part of a job together, and takes it apart at the end.
 
-May import: the standard library, this package's modules and, when the first record comes, `detector.service`. Where
+May import: the standard library, `control`'s modules and, when the first record comes, `detector.service`. Where
 events go is handed in.
 """
 
@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Final
 
 from megatron_resihp.control import exit_codes
-from megatron_resihp.control.commands import interface, open_files
-from megatron_resihp.control.commands.claim import touched
 from megatron_resihp.control.commands.contact import FILE_NAME
-from megatron_resihp.control.commands.launch_options import LaunchError, LaunchOptions, check, options_of
-from megatron_resihp.control.commands.run_directory import forget_job_end, note_job_end
-from megatron_resihp.control.commands.seat import REASON, RESULT, MakeEventSink, Seat, take_seat
+from megatron_resihp.control.commands.launch import interface, open_files
+from megatron_resihp.control.commands.launch.claim import touched
+from megatron_resihp.control.commands.launch.launch_options import LaunchError, LaunchOptions, check, options_of
+from megatron_resihp.control.commands.launch.run_directory import forget_job_end, note_job_end
+from megatron_resihp.control.commands.launch.seat import REASON, RESULT, MakeEventSink, Seat, take_seat
 from megatron_resihp.control.commands.standby import JobIsOver, take_over
 from megatron_resihp.control.coordination.actions import Limits
 from megatron_resihp.control.coordination.decisions.succession import Succession, unlogged
@@ -43,8 +43,8 @@ from megatron_resihp.control.node.processes import Processes
 from megatron_resihp.control.node.slowdown_injector import SlowdownInjector
 from megatron_resihp.control.node.spawn import Spawn, exec_worker
 from megatron_resihp.control.node.starting import Starter, Worker
+from megatron_resihp.control.replanning.by_choice.replanner import Replanner
 from megatron_resihp.control.replanning.health import still_slow
-from megatron_resihp.control.replanning.replanner import Replanner
 from megatron_resihp.control.terminal import say, warn
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.etcd.presence import Presence

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans that would be better than the one in force, and what became of those that were recommended.
 
-Pure; may import `events`, `plan` and this package's other pure modules.
+Pure; may import `events`, `plan` and `control.replanning`'s other pure modules.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megatron_resihp.control.replanning.patience import Cause, Shift
+from megatron_resihp.control.replanning.by_choice.patience import Cause, Shift
 from megatron_resihp.events.replanning import PlanChange
 from megatron_resihp.plan import ParallelPlan
 

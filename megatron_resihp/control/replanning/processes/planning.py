@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Planning in a process of its own: a search holds the interpreter for seconds, in which a death would go unnoticed.
 
-Run as `python -m megatron_resihp.control.replanning.planning [--low-priority]`: a request a line on standard input, an
-answer a line on standard output, until the input ends. May import the standard library, `plan`, `protocol`, `cost`,
-`planner` and this package's modules; what takes long to import only where plans are made.
+Run as `python -m megatron_resihp.control.replanning.processes.planning [--low-priority]`: a request a line on standard
+input, an answer a line on standard output, until the input ends. May import the standard library, `plan`, `protocol`,
+`cost`, `planner` and `control.replanning`; what takes long to import only where plans are made.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from megatron_resihp.control.linux import HANDLED
-from megatron_resihp.control.replanning.planner_process import LOW_PRIORITY
+from megatron_resihp.control.replanning.processes.planner_process import LOW_PRIORITY
 from megatron_resihp.control.streams import unfailing
 from megatron_resihp.protocol.planning import (
     PLANNER_ANSWERS,

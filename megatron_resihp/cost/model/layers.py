@@ -11,7 +11,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
-from megatron_resihp.cost.blocks import (
+from megatron_resihp.cost.model.blocks import (
     Widths,
     attention,
     embedding,
@@ -23,7 +23,7 @@ from megatron_resihp.cost.blocks import (
     mtp_projection,
     word_embeddings_copy,
 )
-from megatron_resihp.cost.parts import Part, ShardError
+from megatron_resihp.cost.model.parts import Part, ShardError
 
 
 class ModelError(ValueError):

@@ -111,7 +111,7 @@ class PlannerProcess:
         if self._process is None or self._process.poll() is not None:
             self._end()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_resihp.control.replanning.planning", *self._options],
+                [sys.executable, "-m", "megatron_resihp.control.replanning.processes.planning", *self._options],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True,
             )  # fmt: skip
             assert self._process.stdin is not None

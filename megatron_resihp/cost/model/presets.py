@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from megatron_resihp.config import suggestion
-from megatron_resihp.cost.layers import Model, ModelError, model_from_arguments
+from megatron_resihp.cost.model.layers import Model, ModelError, model_from_arguments
 
 _MODERN: Final = {
     "bf16": True,

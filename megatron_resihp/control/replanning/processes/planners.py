@@ -2,7 +2,7 @@
 """Plans made by strategies, in two processes: one for recoveries, and one at low priority for all that can wait.
 
 Planners know slots only: that a worker was started anew is nothing to them. So workers' ids become slots in requests,
-and slots ids in answers. May import `plan`, `planner`, `protocol`, `events` and this package's other modules.
+and slots ids in answers. May import `plan`, `planner`, `protocol`, `events` and `control.replanning`'s other modules.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Final
 
 from megatron_resihp.config import UNIFORM
 from megatron_resihp.control.job_size import JobSize
+from megatron_resihp.control.replanning.by_choice.policy import OBSERVE
 from megatron_resihp.control.replanning.health import Speeds
-from megatron_resihp.control.replanning.inventory import Survivors
 from megatron_resihp.control.replanning.job_facts import JobFacts
-from megatron_resihp.control.replanning.next_plan import Heard
-from megatron_resihp.control.replanning.planner_process import PlannerProcess
-from megatron_resihp.control.replanning.policy import OBSERVE
 from megatron_resihp.control.replanning.precomputed import PrecomputedPlans
+from megatron_resihp.control.replanning.processes.planner_process import PlannerProcess
+from megatron_resihp.control.replanning.recovery.inventory import Survivors
+from megatron_resihp.control.replanning.recovery.next_plan import Heard
 from megatron_resihp.events.event import Event
 from megatron_resihp.plan import Chunk, ParallelPlan
 from megatron_resihp.plan.slots import links_of_slots, renamed, slot_of, workers_in_slots

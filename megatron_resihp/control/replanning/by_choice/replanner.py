@@ -4,7 +4,7 @@
 A thread follows the run's events for the policy and may take its time; when it has nothing else to do, it has plans
 made for losses that are likely. The coordinator asks in its own thread, if no plan was made ahead, and waits no longer
 than a bound. Each has a planner's process of its own. May import the standard library, `coding`, `plan`, `planner`,
-`protocol` and this package's modules.
+`protocol` and `control.replanning`'s modules.
 """
 
 from __future__ import annotations
@@ -20,14 +20,22 @@ from typing import Any, Final
 
 from megatron_resihp.config import JOINT, UNIFORM
 from megatron_resihp.control.job_size import JobSize
-from megatron_resihp.control.replanning.change import arrival
+from megatron_resihp.control.replanning.by_choice.change import arrival
+from megatron_resihp.control.replanning.by_choice.policy import (
+    ACT,
+    ASK,
+    Action,
+    AskPlanner,
+    Policy,
+    Recommend,
+    Settings,
+)
+from megatron_resihp.control.replanning.by_choice.proposals import Proposal, Proposals
+from megatron_resihp.control.replanning.by_choice.trial import Outcome
 from megatron_resihp.control.replanning.health import Speeds
 from megatron_resihp.control.replanning.job_facts import JobFacts
-from megatron_resihp.control.replanning.next_plan import StrategicPlan
-from megatron_resihp.control.replanning.planners import Planners
-from megatron_resihp.control.replanning.policy import ACT, ASK, Action, AskPlanner, Policy, Recommend, Settings
-from megatron_resihp.control.replanning.proposals import Proposal, Proposals
-from megatron_resihp.control.replanning.trial import Outcome
+from megatron_resihp.control.replanning.processes.planners import Planners
+from megatron_resihp.control.replanning.recovery.next_plan import StrategicPlan
 from megatron_resihp.control.terminal import warn
 from megatron_resihp.events import replanning as told
 from megatron_resihp.events.bus import EventBus

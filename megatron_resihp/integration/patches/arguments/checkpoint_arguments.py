@@ -4,7 +4,7 @@
 A worker that joins later finds another checkpoint than the job's first workers, or one where they had none: the job has
 saved meanwhile. That has the arguments of this same job, with what Megatron derives from them.
 
-Replaces load_args_from_checkpoint in megatron.training.checkpointing. May import megatron and this package.
+Replaces load_args_from_checkpoint in megatron.training.checkpointing. May import megatron and `integration`.
 """
 
 import argparse
