@@ -33,7 +33,8 @@ STRATEGIES: Final = (
     JOINT,
 )
 """Strategies that can plan in place."""
-ACTS: Final = ("observe", "ask", "act")
+OBSERVE, ASK, ACT = "observe", "ask", "act"
+ACTS: Final = (OBSERVE, ASK, ACT)
 
 HOST: Final = "host"
 DEVICE: Final = "device"

@@ -11,7 +11,7 @@ from chaos_casts import LAYERS, SHARING_CASTS, Cast
 from chaos_checks import one_node
 from chaos_plans import random_plan, random_sharing_plan
 
-from megatron_resihp.control.replanning.by_choice.change import ChangeRefused, plan_to_change_to
+from megatron_resihp.control.replanning.change import ChangeRefused, plan_to_change_to
 from megatron_resihp.control.replanning.modes import mode_of, optimizer_after
 from megatron_resihp.control.replanning.recovery.inventory import Survivors, copied_experts, lacking, shape_of
 from megatron_resihp.control.replanning.recovery.next_plan import uniform_or_less

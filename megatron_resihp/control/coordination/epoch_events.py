@@ -6,7 +6,7 @@ Pure; imports `plan`, `protocol`, `events` and this package.
 
 from collections.abc import Collection, Iterable
 
-from megatron_resihp.control.replanning.by_choice.change import Change
+from megatron_resihp.control.replanning.change import Change
 from megatron_resihp.control.replanning.recovery.inventory import even_sharings_of, uneven_sharings_of
 from megatron_resihp.events.epochs import EpochStarted, Reconfiguration, Recovery
 from megatron_resihp.events.job import Job

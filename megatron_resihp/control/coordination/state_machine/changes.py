@@ -13,7 +13,7 @@ from megatron_resihp.control.coordination.state_machine.departures import named
 from megatron_resihp.control.coordination.state_machine.ends import Ends
 from megatron_resihp.control.coordination.state_machine.plans import Plans
 from megatron_resihp.control.coordination.state_machine.state import State
-from megatron_resihp.control.replanning.by_choice.change import (
+from megatron_resihp.control.replanning.change import (
     Change,
     ChangeRefused,
     arrival,

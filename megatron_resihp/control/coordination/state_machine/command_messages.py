@@ -11,7 +11,7 @@ from megatron_resihp.control.coordination.state_machine.changes import ChangesBy
 from megatron_resihp.control.coordination.state_machine.departures import named
 from megatron_resihp.control.coordination.state_machine.ends import Ends
 from megatron_resihp.control.coordination.state_machine.state import State
-from megatron_resihp.control.replanning.by_choice.change import ChangeRefused
+from megatron_resihp.control.replanning.change import ChangeRefused
 from megatron_resihp.protocol.answers import Accepted, Answer, Refused
 from megatron_resihp.protocol.messages import DrainRequest, EndRequest, PlanRequest, WordOfCommand
 from megatron_resihp.protocol.notices import DrainOrder

@@ -16,7 +16,7 @@ from megatron_resihp.control.coordination.state_machine.ends import Ends
 from megatron_resihp.control.coordination.state_machine.links import Separated
 from megatron_resihp.control.coordination.state_machine.plans import Plans
 from megatron_resihp.control.coordination.state_machine.state import HeldShards, State
-from megatron_resihp.control.replanning.by_choice.change import Change
+from megatron_resihp.control.replanning.change import Change
 from megatron_resihp.control.replanning.recovery.inventory import lacking
 from megatron_resihp.events.epochs import EpochBroken
 from megatron_resihp.events.event import Event

@@ -9,7 +9,7 @@ error that strikes there again is none of the plan's. Pure; may import `plan` an
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron_resihp.control.replanning.by_choice.change import Change, with_standbys
+from megatron_resihp.control.replanning.change import Change, with_standbys
 from megatron_resihp.control.replanning.recovery.inventory import Survivors, lacking
 from megatron_resihp.control.replanning.recovery.next_plan import uniform_or_less, was_chosen
 from megatron_resihp.events.event import Event

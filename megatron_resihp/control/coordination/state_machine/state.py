@@ -18,7 +18,7 @@ from megatron_resihp.control.coordination.state_machine.joining import JoiningWo
 from megatron_resihp.control.coordination.state_machine.links import FailedLinks
 from megatron_resihp.control.coordination.state_machine.log_pages import LogPages
 from megatron_resihp.control.job_size import JobSize
-from megatron_resihp.control.replanning.by_choice.change import Change
+from megatron_resihp.control.replanning.change import Change
 from megatron_resihp.control.slowness import SlownessDesk
 from megatron_resihp.plan import Chunk, ParallelPlan, Shard
 from megatron_resihp.plan.batch_steps import size_at

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Self
 
-from megatron_resihp.config import UNIFORM
+from megatron_resihp.config import ACT, OBSERVE, UNIFORM
 from megatron_resihp.control.replanning.by_choice.offers import Candidate, Offer, Recommended
 from megatron_resihp.control.replanning.by_choice.patience import Cause, Patience, Shift, alike
 from megatron_resihp.control.replanning.by_choice.progress import Lost, Pause, Training
@@ -28,7 +28,6 @@ from megatron_resihp.events.training import Iteration
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.protocol.planning import NoPlan, PlannerAnswer
 
-OBSERVE, ASK, ACT = "observe", "ask", "act"
 LEAST_GAIN: Final = 0.01
 """Smaller gains are within the error of the costs that plans are compared by."""
 _OVERTAKEN: Final = "the plan that the recovery did not wait for"

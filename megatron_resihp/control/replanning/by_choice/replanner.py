@@ -18,20 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from megatron_resihp.config import JOINT, UNIFORM
+from megatron_resihp.config import ACT, ASK, JOINT, UNIFORM
 from megatron_resihp.control.job_size import JobSize
-from megatron_resihp.control.replanning.by_choice.change import arrival
-from megatron_resihp.control.replanning.by_choice.policy import (
-    ACT,
-    ASK,
-    Action,
-    AskPlanner,
-    Policy,
-    Recommend,
-    Settings,
-)
+from megatron_resihp.control.replanning.by_choice.policy import Action, AskPlanner, Policy, Recommend, Settings
 from megatron_resihp.control.replanning.by_choice.proposals import Proposal, Proposals
 from megatron_resihp.control.replanning.by_choice.trial import Outcome
+from megatron_resihp.control.replanning.change import arrival
 from megatron_resihp.control.replanning.health import Speeds
 from megatron_resihp.control.replanning.job_facts import JobFacts
 from megatron_resihp.control.replanning.processes.planners import Planners

@@ -13,9 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from megatron_resihp.config import UNIFORM
+from megatron_resihp.config import OBSERVE, UNIFORM
 from megatron_resihp.control.job_size import JobSize
-from megatron_resihp.control.replanning.by_choice.policy import OBSERVE
 from megatron_resihp.control.replanning.health import Speeds
 from megatron_resihp.control.replanning.job_facts import JobFacts
 from megatron_resihp.control.replanning.precomputed import PrecomputedPlans

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from megatron_resihp.control.replanning.by_choice.change import with_standbys
+from megatron_resihp.control.replanning.change import with_standbys
 from megatron_resihp.control.replanning.modes import mode_of
 from megatron_resihp.control.replanning.recovery.inventory import Held, Survivors
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, Replica, deal, even_counts, spelled_out

@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import Final
 
 from megatron_resihp.config import UNIFORM
-from megatron_resihp.control.replanning.by_choice.change import check_memory, model_of, with_standbys
+from megatron_resihp.control.replanning.change import check_memory, model_of, with_standbys
 from megatron_resihp.control.replanning.modes import mode_of
 from megatron_resihp.control.replanning.recovery.fallback import plan_for_few
 from megatron_resihp.control.replanning.recovery.inventory import Held, Survivors, lacking, plan_for_survivors

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.strategies.torch import get_async_strategy
 from megatron_resihp import cpu
 from megatron_resihp.config import ConfigError, ResihpConfig, add_arguments
 from megatron_resihp.control.node.environment import MAX_RESTARTS, SLOTS, give_back_nccl
-from megatron_resihp.control.replanning.by_choice.change import ChangeRefused, plan_of
+from megatron_resihp.control.replanning.change import ChangeRefused, plan_of
 from megatron_resihp.control.worker.identity import Identity
 from megatron_resihp.cost.profile import ProfileError, load_profile
 from megatron_resihp.integration.failing import fail

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 from megatron_resihp.control.coordination.epoch_events import job_described
-from megatron_resihp.control.replanning.by_choice.change import ChangeRefused, plan_to_change_to
+from megatron_resihp.control.replanning.change import ChangeRefused, plan_to_change_to
 from megatron_resihp.control.replanning.job_facts import JobFacts
 from megatron_resihp.control.replanning.modes import mode_of
 from megatron_resihp.control.replanning.processes.planning import answer
