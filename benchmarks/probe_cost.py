@@ -37,6 +37,7 @@ class Worker:
     """
 
     def __init__(self, wrapped: bool, work: Callable[[int], None]) -> None:
+        from megatron_resihp.control.worker.heard import Heard
         from megatron_resihp.integration.probes import patches
         from megatron_resihp.integration.probes.probe_clock import make_clock
         from megatron_resihp.integration.probes.probes import Probes
@@ -45,8 +46,11 @@ class Worker:
         self.probes.ops.tp_group = object()
         args = SimpleNamespace(dataloader_inter_document_masking=False, sft=False, micro_batch_size=1, seq_length=1)
         pads = SimpleNamespace(pad_op=None, pad_transfer=None)
-        view = SimpleNamespace(plan=SimpleNamespace(context_parallel=1))
-        self._runtime: Any = SimpleNamespace(probes=self.probes, job=SimpleNamespace(args=args), pads=pads, view=view)
+        self._runtime: Any = SimpleNamespace(
+            probes=self.probes, job=SimpleNamespace(args=args), pads=pads,
+            view=SimpleNamespace(plan=SimpleNamespace(context_parallel=1)),
+            control=SimpleNamespace(heard=Heard(0, lambda: None, 0)),
+        )  # fmt: skip
         self._wrapped = wrapped
         self._work = work
         self._tensors = _tensors(6)
