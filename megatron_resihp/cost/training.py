@@ -13,6 +13,8 @@ from megatron_resihp.plan.experts import dealt_experts, most_experts
 MASTER_AND_MOMENTS: Final = 12
 """Bytes of optimizer state per parameter with 16-bit weights: fp32 weight and Adam's two moments."""
 MOMENTS: Final = 8
+SCALED_BY_BLOCK: Final = ("blockwise", "mxfp8")
+"""Recipes of 8 bits whose scales are of parts that no cut between tensor-parallel members divides."""
 
 
 class Recompute(StrEnum):
@@ -182,6 +184,8 @@ def why_own_degree(arguments: Mapping[str, Any]) -> str:
     if arguments.get("multi_latent_attention") and _has_megatrons_layers_on_gpus(arguments):
         # `MLASelfAttention.get_query_key_value_tensors` gathers the keys' positions; the gather's backward only splits.
         return "in Megatron's own layers each member drops what the heads of others make of the keys' positions"
+    if arguments.get("fp8") and arguments.get("fp8_recipe") not in SCALED_BY_BLOCK:
+        return "an 8-bit scale is of the part of a tensor that a member holds"
     if arguments.get("num_experts") and arguments.get("use_transformer_engine_op_fuser"):
         return "Transformer Engine fuses the ops of whole experts only"
     if arguments.get("num_experts") and not arguments.get("sequence_parallel"):

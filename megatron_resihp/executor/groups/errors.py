@@ -38,8 +38,11 @@ FAULTS: Final[Mapping[int, str]] = {
 HARDWARE: Final = frozenset({214, 220, 226})
 """Those that no program can cause by itself."""
 NCCLS_CODE: Final = re.compile(r"cuda failure (\d+)")
-CUBLAS: Final = "cublas_status_execution_failed"
-"""What cuBLAS says in place of any of them."""
+EXECUTION_FAILED: Final = (
+    "cublas_status_execution_failed", "cublas error: the function failed to launch on the gpu",
+    "cudnn_status_execution_failed",
+)  # fmt: skip
+"""What cuBLAS and cuDNN say in place of any of them, in torch's words or Transformer Engine's."""
 
 
 def device_fault(error: BaseException) -> int | None:
@@ -66,9 +69,20 @@ def _fault_in(error: BaseException) -> int | None:
     text = str(error).lower()
     if match := NCCLS_CODE.search(text):
         return int(match[1]) if int(match[1]) in FAULTS else None
-    if CUBLAS in text:
+    if any(words in text for words in EXECUTION_FAILED):
         return 719
     return next((code for code, words in FAULTS.items() if words in text), None) if "cuda" in text else None
+
+
+def fault_of_device() -> int | None:
+    """The code of a fault after which this process can't use its device any more. Asks the device, and doesn't wait."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        torch.cuda.current_stream().query()
+    except RuntimeError as error:
+        return device_fault(error)
+    return None
 
 
 def is_communicator_error(error: BaseException) -> bool:

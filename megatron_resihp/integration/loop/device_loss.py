@@ -9,7 +9,7 @@ from typing import Final
 
 from megatron_resihp.control.linux import die
 from megatron_resihp.control.worker.client import WorkerControl
-from megatron_resihp.executor.groups.errors import HARDWARE, device_fault
+from megatron_resihp.executor.groups.errors import HARDWARE, device_fault, fault_of_device, is_communicator_error
 from megatron_resihp.executor.nccl.aborts import DeviceLost
 
 NOTICE_S: Final = 5.0
@@ -38,6 +38,8 @@ def die_of_fault(
         blame: tells the coordinator that a plan is on trial, which may be why; None: it isn't.
     """
     code = device_fault(error)
+    if code is None and isinstance(error, RuntimeError) and not is_communicator_error(error):
+        code = fault_of_device()  # libraries have words of their own for it
     if code is None:
         return
     what = f"CUDA {code}: {str(error).splitlines()[0]}"

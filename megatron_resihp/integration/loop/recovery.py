@@ -49,6 +49,7 @@ from megatron_resihp.integration.state.host_state import return_to_device
 from megatron_resihp.integration.step.extra_states import move_extra_state
 from megatron_resihp.integration.step.step import install_step, take_step
 from megatron_resihp.integration.trained import Trained
+from megatron_resihp.integration.world.engine import meet_before_it
 from megatron_resihp.integration.world.world import build_world, reset_singletons, tear_down
 from megatron_resihp.plan.spelling import spelled_out
 from megatron_resihp.protocol.published import Decision, EmergencyCheckpointOrder, EpochPlan
@@ -281,6 +282,7 @@ def _rebuild(runtime: Runtime, order: EpochPlan) -> Trained:
     build_world(runtime, order.plan, runtime.preparation.take(order))
     if runtime.view.works:
         runtime.mode.build_groups()
+        meet_before_it(runtime.job.args)
     runtime.communicators.end_hand_over()
     live = runtime.held.live
     if not runtime.view.works:

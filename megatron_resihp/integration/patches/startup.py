@@ -69,6 +69,7 @@ from megatron_resihp.integration.state.room import free_on_host
 from megatron_resihp.integration.step.step import install_step
 from megatron_resihp.integration.support.batches import iterations_of
 from megatron_resihp.integration.trained import Trained, parts_of
+from megatron_resihp.integration.world.engine import meet_before_it
 from megatron_resihp.integration.world.heterogeneous_groups import MegatronGroups, Sizes
 from megatron_resihp.integration.world.whereabouts import whereabouts
 from megatron_resihp.integration.world.world import build_world, needs_of
@@ -169,7 +170,9 @@ def wrap_initialize_megatron(runtime: Runtime, original: Callable[..., Any]) -> 
         torch.cuda.set_device(args.local_rank)
         build_world(runtime, plan)
         runtime.log.begin_epoch(runtime.view)
-        return original(*positional, **options)
+        finish = original(*positional, **options)
+        meet_before_it(args)
+        return finish
 
     return initialize_megatron
 

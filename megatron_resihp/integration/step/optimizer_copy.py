@@ -154,6 +154,7 @@ class PartCopy:
                     unscale(scaled, torch.tensor([inverse], dtype=torch.float, device=device))
                 if clip > 0.0:
                     clip_grad_by_total_norm_fp32(masters, clip, grad_norm)
+                _pair_groups(twin)
                 twin.step()
                 for stretch, master in zip(load, masters, strict=True):
                     stretch.keep({MASTER: master, **twin.state[master]}, memory)
@@ -284,3 +285,11 @@ def _without_state(inner: Any, counted: int | None) -> Any:
         twin.param_groups.append({**settings, **({} if counted is None else {"step": counted}), "params": []})
     twin.state = defaultdict(dict)
     return twin
+
+
+def _pair_groups(twin: Any) -> None:
+    """Apex's FusedAdam looks at the first parameter of each group, and passes over those beyond its list of masters,
+    which is as long as this worker's own group."""
+    twin.param_groups = [group for group in twin.param_groups if group["params"]]
+    if getattr(twin, "param_groups_master", None):
+        twin.param_groups_master = [{"params": [None] * len(group["params"])} for group in twin.param_groups]

@@ -17,6 +17,7 @@ from megatron_resihp.integration.patches import documents, prediction_metrics
 from megatron_resihp.integration.patches.experts import expert_metrics
 from megatron_resihp.integration.progress import NO_DOCUMENTS
 from megatron_resihp.integration.runtime import Runtime
+from megatron_resihp.integration.world.engine import forget_its_gradients
 from megatron_resihp.integration.world.group_needs import timeout_of
 from megatron_resihp.plan import ParallelPlan
 
@@ -59,6 +60,7 @@ def tear_down(runtime: Runtime) -> None:
     expert_metrics.forget()
     prediction_metrics.forget()
     mpu.destroy_model_parallel()
+    forget_its_gradients()
     runtime.communicators.destroy()
 
 

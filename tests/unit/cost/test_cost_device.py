@@ -123,6 +123,12 @@ def test_sequences_whose_heads_are_dealt_out_are_shared_by_divisors_of_the_jobs_
     assert bool(why_own_context(arguments)) == keeps
 
 
+@pytest.mark.parametrize(("recipe", "keeps"), [("tensorwise", True), ("blockwise", False), ("mxfp8", False)])
+def test_scales_of_eight_bits_are_those_of_what_a_member_holds(recipe: str, keeps: bool) -> None:
+    assert bool(why_own_degree({"fp8": "hybrid", "fp8_recipe": recipe})) == keeps
+    assert not why_own_degree({"fp8": None, "fp8_recipe": recipe})
+
+
 def test_scales_of_eight_bits_are_those_of_the_tokens_that_meet() -> None:
     assert why_own_experts({"fp8": "hybrid", "num_experts": 4})
     assert not why_own_experts({"fp8": None, "num_experts": 4}) and not why_own_experts({"fp8": "hybrid"})

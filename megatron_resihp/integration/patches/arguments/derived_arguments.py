@@ -9,12 +9,14 @@ import argparse
 import contextlib
 import copy
 import io
+import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 OF_THE_WORLD: Final = frozenset({"world_size"})
 """What a copy is given itself, so that it has one replica whatever the degree."""
+CONNECTIONS: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 class DerivedArguments:
@@ -51,13 +53,28 @@ class DerivedArguments:
                 args.distribute_saved_activations = False
             args.world_size = degree * args.pipeline_model_parallel_size * args.context_parallel_size
             try:
-                with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+                with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(), _one_connection():
                     warnings.simplefilter("ignore")
                     self._validate(args, dict(self._defaults))
             except (AssertionError, ValueError) as error:
                 raise RuntimeError(f"Megatron refuses stages of {degree} TP members: {error}") from error
             self._known[degree] = vars(args)
         return self._known[degree]
+
+
+@contextlib.contextmanager
+def _one_connection() -> Iterator[None]:
+    """Before Blackwell Megatron insists on this with tensor parallelism, for its speed. A job whose own degree is 1 may
+    have begun without, and its plans have stages of several members all the same."""
+    before = os.environ.get(CONNECTIONS)
+    os.environ[CONNECTIONS] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[CONNECTIONS]
+        else:
+            os.environ[CONNECTIONS] = before
 
 
 def _alike(one: Any, other: Any) -> bool:

@@ -92,8 +92,13 @@ _PARTS: Rows = joined(
         _FLAGS,
         "mlp_chunks_for_training",
         condition=Together(
-            lambda given: given["mlp_chunks_for_training"] == 1 or not given["num_experts"],
-            "with experts leave it out: a chunk's tokens are weighed against each other, and other plans have others",
+            lambda given: (
+                given["mlp_chunks_for_training"] == 1
+                or not (given["num_experts"] or given["transformer_impl"] == "transformer_engine")
+            ),
+            "leave it out with experts, where a chunk's tokens are weighed against each other and other plans have "
+            "others, and with --transformer-impl transformer_engine, whose first chunk overwrites the other chunks' "
+            "gradients in the first iteration after each recovery, as at the start of a job without --resihp",
         ),
     ),
     inert("core.transformer.transformer_layer:TransformerLayer._forward_mlp", "mlp_chunks_for_prefill"),

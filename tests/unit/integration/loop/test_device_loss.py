@@ -59,6 +59,11 @@ FAULTS = {
         "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 700 'an illegal access'"
     ),
     "cuBLAS's words": RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(...)`"),
+    "Transformer Engine's words": RuntimeError(
+        "/te/common/gemm/cublaslt_gemm.cu:750 in function cublas_gemm: cuBLAS Error: the function failed to launch on "
+        "the GPU"
+    ),
+    "cuDNN's words": RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
     "as its cause": raised_from(FAULT, dist.DistError("a tensor could not cross between devices")),
     "dealt with": raised_while(FAULT, KeyError("text")),
 }
@@ -94,6 +99,23 @@ def test_a_programs_own_fault(error: Exception) -> None:
 @pytest.mark.parametrize("error", OTHERS.values(), ids=OTHERS)
 def test_an_error_that_is_no_fault(error: Exception) -> None:
     device_loss.die_of_fault(control(broken=True), error, recovering=True, blame=None)
+
+
+class Stream:
+    """Of a device that has failed."""
+
+    def query(self) -> bool:
+        raise FAULT
+
+
+def test_a_fault_that_a_library_tells_in_words_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the device is asked; but not for errors of communicators, which are told of anyhow, or of Python."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    with pytest.raises(Died, match="CUDA 700: no words for it"):
+        device_loss.die_of_fault(control(broken=True), RuntimeError("no words for it"), recovering=False, blame=None)
+    for error in (dist.DistBackendError("gloo: connection closed by peer"), KeyError("text")):
+        device_loss.die_of_fault(control(broken=True), error, recovering=True, blame=None)
 
 
 @pytest.mark.parametrize("code", sorted(HARDWARE))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,6 +45,21 @@ def job(parsed: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> tuple[ar
     derived = DerivedArguments(arguments.validate_args, args, {})
     arguments.validate_args(args, {})
     return args, derived
+
+
+@pytest.mark.parametrize("connections", [None, "8"])
+def test_a_job_without_tensor_parallelism_may_have_begun_with_more_connections(
+    parsed: argparse.Namespace, monkeypatch: pytest.MonkeyPatch, connections: str | None
+) -> None:
+    """Before Blackwell Megatron asserts that there is one as soon as a stage has several members."""
+    monkeypatch.setattr(arguments, "get_device_arch_version", lambda: 9)
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if connections is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    args = copy.deepcopy(parsed)
+    args.tensor_model_parallel_size, args.sequence_parallel = 1, False
+    assert DerivedArguments(arguments.validate_args, args, {}).of_degree(2)
+    assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == connections
 
 
 def stage(degree: int) -> HeterogeneousView:

@@ -98,7 +98,7 @@ def test_a_common_command_line_is_taken(check: Check) -> None:
         "--mtp-use-repeated-layer", pytest.param("--mtp-detach-heads", marks=SINCE_019),
         "--cuda-graph-impl local", "--cuda-graph-modules full_iteration",
         "--step-batch-size-schedule 8:8",
-        "--defer-embedding-wgrad-compute",
+        "--defer-embedding-wgrad-compute", "--mlp-chunks-for-training 2 --transformer-impl transformer_engine",
         "--dataloader-type external", "--dataloader-type cyclic --no-data-sharding", "--inprocess-restart",
         "--qk-clip --use-distributed-optimizer", "--qk-clip --attention-output-gate",
         "--optimizer lion", "--rerun-mode report_stats", "--ckpt-format fsdp_dtensor",

@@ -126,6 +126,31 @@ def test_steps_that_are_counted_for_groups() -> None:
     assert torch.equal(copy.part[Range("p", 0, 2)].tensors[MASTER], torch.zeros(2))
 
 
+def test_groups_of_masters_are_as_long_as_what_is_stepped() -> None:
+    """Apex's optimizer pairs a group's parameters with masters of its own, here those of a worker that has others; and
+    no group may be empty."""
+
+    class Paired(torch.optim.SGD):
+        def __init__(self, masters: list[torch.Tensor]) -> None:
+            super().__init__([{"params": masters}, {"params": [torch.zeros(1)]}], lr=1.0)
+            self.param_groups_master = [{"params": [None] * len(group["params"])} for group in self.param_groups]
+
+        @torch.no_grad()
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            for group, of_masters in zip(self.param_groups, self.param_groups_master, strict=False):
+                assert group["params"][0].device == HOST
+                for master, _ in zip(group["params"], of_masters["params"], strict=False):
+                    master -= master.grad
+
+    buddy = SimpleNamespace(optimizer=Paired([torch.zeros(1)]), config=SimpleNamespace(clip_grad=0.0))
+    names = (Range("p", 0, 2), Range("q", 0, 2))
+    copy = PartCopy(2, {name: Entry(Place(0, 0), {MASTER: torch.ones(2)}) for name in names})
+    copy.gradient = torch.ones(4)
+    copy.prepare_step(buddy, 1.0, None, HOST)
+    assert all(torch.equal(entry.tensors[MASTER], torch.zeros(2)) for entry in copy.part.values())
+    assert [len(group["params"]) for group in buddy.optimizer.param_groups_master] == [1, 1]
+
+
 class ByMatrix(torch.optim.Optimizer):
     """Steps by a product of matrices, and by halves where told so, in a precision that is the whole process's."""
 
