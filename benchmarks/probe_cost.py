@@ -91,7 +91,7 @@ class Worker:
 
     def _plain_forward(self, *_: Any, **__: Any) -> Any:
         for _number in range(BROADCASTS):
-            self._broadcast(None, 0, group=self.probes.ops.tp_group)
+            self._broadcast(self._tensors[0], 0, group=self.probes.ops.tp_group)
         self._run_op(FORWARD_PRODUCTS)
         return [self._tensors[1]], None
 

@@ -7,6 +7,7 @@ An error would end the job instead. May import `control` and `executor`.
 from collections.abc import Callable
 from typing import Final
 
+from megatron_resihp import cpu
 from megatron_resihp.control.linux import die
 from megatron_resihp.control.worker.client import WorkerControl
 from megatron_resihp.executor.groups.errors import HARDWARE, device_fault, fault_of_device, is_communicator_error
@@ -49,3 +50,17 @@ def die_of_fault(
         if blame is not None:
             blame()  # before another worker faults under it
         die(f"the device faulted in a broken epoch or in the first step after one ({what})")
+
+
+def comes_of_a_break(control: WorkerControl, backend: str) -> bool:
+    """Whether an error or a result of this worker may be due to the end of its epoch.
+
+    NCCL ends an aborted collective without its result, and what is queued behind it goes on with what was there. So may
+    a peer, which passes on what it makes of that before this worker has heard of anything. Gloo raises instead.
+
+    Args:
+        backend: `--distributed-backend`.
+    """
+    if backend == "nccl" and not cpu.installed():
+        return control.heard.await_broken(NOTICE_S)
+    return control.heard.broken()

@@ -20,7 +20,7 @@ from megatron_resihp.control.worker.errors import CoordinatorLost, EpochBroken, 
 from megatron_resihp.executor.groups.errors import is_communicator_error, is_out_of_memory
 from megatron_resihp.executor.host_memory import host_memory_of
 from megatron_resihp.integration.logs.profiling import end_profiling
-from megatron_resihp.integration.loop.device_loss import abort_or_die, die_of_fault
+from megatron_resihp.integration.loop.device_loss import abort_or_die, comes_of_a_break, die_of_fault
 from megatron_resihp.integration.loop.emergency_checkpoint import name_if_whole, write_emergency_checkpoint
 from megatron_resihp.integration.loop.joining import stand_at
 from megatron_resihp.integration.loop.making_room import make_room
@@ -96,7 +96,8 @@ def is_ours(runtime: Runtime, error: BaseException) -> bool:
     if blames_plan(runtime, error):
         return True
     if is_out_of_memory(error):
-        return False
+        # What an aborted collective leaves may have been taken for a size.
+        return runtime.control.heard.broken()
     return (
         isinstance(error, PlanChange | TakenIn | TooLittleMemory)
         or _is_an_interruption(error)
@@ -129,7 +130,7 @@ def recover(runtime: Runtime, error: Exception) -> None:
         if blames_plan(runtime, error) and not runtime.control.heard.broken():
             blame = partial(runtime.control.blame_plan, error, answer_s)
         die_of_fault(runtime.control, error, runtime.recovery.since is not None, blame)
-        if not is_ours(runtime, error):
+        if not is_ours(runtime, error) and not _comes_of_a_break(runtime, error):
             raise error
         if blame is not None:
             print("resihp: the first step under a plan that was chosen has failed:", file=sys.stderr)
@@ -173,6 +174,12 @@ def _spared(runtime: Runtime, error: Exception) -> Exception:
     torch.cuda.empty_cache()
     runtime.recovery.ran_out = True
     return TooLittleMemory(str(error))
+
+
+def _comes_of_a_break(runtime: Runtime, error: BaseException) -> bool:
+    if isinstance(error, JobEnded | ContractBroken | TooLittleMemory):
+        return False
+    return comes_of_a_break(runtime.control, runtime.job.args.distributed_backend)
 
 
 def _is_an_interruption(error: BaseException) -> bool:

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from megatron_resihp.integration.loop.device_loss import comes_of_a_break
 from megatron_resihp.integration.runtime import Runtime
 
 
@@ -21,7 +22,7 @@ def wrap_validate_result(runtime: Runtime, original: Callable[..., None]) -> Cal
     ) -> None:
         def rejects(value: Any) -> bool:
             # In this order: the first waits for the device, and the epoch may break meanwhile.
-            return rejection_func(value) and not runtime.control.heard.broken()
+            return rejection_func(value) and not comes_of_a_break(runtime.control, runtime.job.args.distributed_backend)
 
         original(machine, result, rejects, *positional, **options)
 

@@ -49,6 +49,11 @@ SLOTS = (
 """The transfers of one call, in the order in which Megatron posts them in a batch."""
 
 
+INDICES = (torch.int32, torch.int64)
+"""What a micro-batch's tensors say of places in others. NCCL ends an aborted broadcast without its result, and what was
+in memory before is no place: work that is queued behind it would fault, and this worker's device be lost."""
+
+
 def probe_patches(runtime: Runtime) -> list[Patch]:
     """All patches of the probes."""
     partial = functools.partial
@@ -229,9 +234,12 @@ def wrap_broadcast(runtime: Runtime, original: Callable[..., Any]) -> Callable[.
     probes = runtime.probes
 
     @functools.wraps(original)
-    def broadcast(*positional: Any, **options: Any) -> Any:
-        result = original(*positional, **options)
-        if probes.ops.in_op and options.get("group") is probes.ops.tp_group:
+    def broadcast(tensor: Any, *positional: Any, **options: Any) -> Any:
+        among_members = probes.ops.tp_group is not None and options.get("group") is probes.ops.tp_group
+        if among_members and tensor.dtype in INDICES and (positional or [options.get("src")])[0] != dist.get_rank():
+            tensor.zero_()
+        result = original(tensor, *positional, **options)
+        if among_members and probes.ops.in_op:
             probes.ops.batch_came()
         return result
 

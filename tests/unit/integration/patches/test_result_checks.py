@@ -45,5 +45,6 @@ def test_the_epoch_may_break_while_a_result_is_awaited() -> None:
 
 def _runtime_checks(broken: Any) -> Any:
     heard = SimpleNamespace(broken=lambda: broken["broken"] if isinstance(broken, dict) else broken)
-    runtime: Any = SimpleNamespace(control=SimpleNamespace(heard=heard))
+    job = SimpleNamespace(args=SimpleNamespace(distributed_backend="gloo"))
+    runtime: Any = SimpleNamespace(control=SimpleNamespace(heard=heard), job=job)
     return wrap_validate_result(runtime, RerunStateMachine.validate_result)
