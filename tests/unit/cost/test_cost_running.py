@@ -64,7 +64,8 @@ def test_workers_tell_all_arguments_that_matter_and_may_be_used() -> None:
     for changed in ({}, {"padded_vocab_size": None, "vocab_size": 256}, {"recompute_granularity": "full"},
                     {"group_query_attention": True, "num_query_groups": 2}, {"fp16": True},
                     {"num_experts": 4}, {"recompute_granularity": "selective"},
-                    {"multi_latent_attention": True}, latent, {"defer_embedding_wgrad_compute": True}):  # fmt: skip
+                    {"multi_latent_attention": True}, latent, {"fp8": "hybrid"},
+                    {"defer_embedding_wgrad_compute": True}):  # fmt: skip
         arguments = Recording({**MODEL, **changed})
         model_from_arguments(arguments)
         training_from_arguments(arguments)
