@@ -236,7 +236,8 @@ def wrap_broadcast(runtime: Runtime, original: Callable[..., Any]) -> Callable[.
     @functools.wraps(original)
     def broadcast(tensor: Any, *positional: Any, **options: Any) -> Any:
         among_members = probes.ops.tp_group is not None and options.get("group") is probes.ops.tp_group
-        if among_members and tensor.dtype in INDICES and (positional or [options.get("src")])[0] != dist.get_rank():
+        source = positional[0] if positional else options.get("src")
+        if among_members and tensor.dtype in INDICES and source not in (None, dist.get_rank()):
             tensor.zero_()
         result = original(tensor, *positional, **options)
         if among_members and probes.ops.in_op:

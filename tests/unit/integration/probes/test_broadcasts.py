@@ -33,3 +33,15 @@ def test_what_an_aborted_broadcast_leaves(
     tensor = torch.full((3,), STALE, dtype=dtype)
     wrap_broadcast(runtime, lambda tensor, src, group=None: None)(tensor, 0, group=group)
     assert tensor.tolist() == [found] * 3
+
+
+@pytest.mark.parametrize("options", [{"src": 1}, {"group_src": 0}, {"src": None, "group_src": 0}])
+def test_where_it_comes_from_may_be_told_in_other_ways(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    ops = SimpleNamespace(in_op=False, tp_group=MEMBERS)
+    runtime: Any = SimpleNamespace(probes=SimpleNamespace(ops=ops))
+    tensor = torch.full((3,), STALE)
+    wrap_broadcast(runtime, lambda tensor, group=None, **source: None)(tensor, group=MEMBERS, **options)
+    assert tensor.tolist() == [STALE] * 3
