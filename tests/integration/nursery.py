@@ -130,8 +130,8 @@ def _save_megatron_some_work() -> None:
 
 
 def _save_torch_some_work() -> None:
-    """Each worker would read the metadata of all installed packages for the one that has gloo, and, as long as there is
-    no CUDA, the sources of whoever sets a seed.
+    """Each worker would read the metadata of all installed packages to find gloo and, where CUDA has not begun, the
+    sources of the modules that set seeds: torch keeps the stack of each such call.
     """
     import linecache
 

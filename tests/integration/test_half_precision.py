@@ -169,9 +169,12 @@ def test_without_the_plugin_megatron_trains_the_same(jobs: Jobs, tmp_path: Path,
 
 @NIGHTLY
 def test_without_the_plugin_megatron_clips_the_same(jobs: Jobs, tmp_path: Path) -> None:
+    """Adam makes little of a factor that is the same in all steps, and much of one that follows the norm."""
     expected, found = _without_and_with_the_plugin(jobs, tmp_path, HALF | TENSOR | {"clip_grad": 1.0})
     assert len(_losses(expected)) > HALF["train_iters"] // 2
     assert _losses(found) == pytest.approx(_losses(expected), rel=1e-5)
+    unclipped = told(jobs.reference(tiny(**HALF | TENSOR | {"clip_grad": 1e4}), workers=4).log(3))
+    assert _losses(unclipped) != pytest.approx(_losses(expected), rel=5e-4)
 
 
 def _without_and_with_the_plugin(

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import struct
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import pytest
 SMALL, LARGE = b"code for one", b"code for the other"
 CUBIN, PTX = 2, 1
 Row = dict[str, Any]
-pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+CASES = Path(__file__).with_name("supervised_cases.py")
 
 
 @pytest.fixture(autouse=True)
@@ -84,56 +84,44 @@ def test_what_can_not_be_run_is_refused_in_one_line(tmp_path: Path, capsys: pyte
     assert capsys.readouterr().err == f"gpu_check: {tmp_path} is not empty; name a new folder\n"
 
 
-def supervised(run: Callable[..., Row], names: Sequence[str], out: Path, limit_s: float = 60.0) -> dict[str, Row]:
+Supervise = Callable[..., dict[str, Row]]
+
+
+@pytest.fixture
+def supervised(repository: Path, tmp_path: Path) -> Supervise:
     """The findings of cases that run beside each other on a device, where nothing uses it."""
-    from setting import Setting
-    from supervise import Part, run_cases
 
-    part = Part("tried", 1, run, names, limit_s, "")
-    setting = Setting(False, out, time.monotonic() + 60.0)
-    return {row["case"]: row for row in run_cases(part, names, setting, beside=len(names))}
+    def supervised(*names: str, limit_s: float = 60.0, left_s: float = 60.0) -> dict[str, Row]:
+        command = [sys.executable, CASES, tmp_path, str(limit_s), str(left_s), *names]
+        path = {"PYTHONPATH": str(repository / "scripts" / "gpu_check")}
+        done = subprocess.run(command, env=os.environ | path, capture_output=True, text=True, timeout=120, check=True)
+        rows: dict[str, Row] = json.loads(done.stdout)
+        return rows
+
+    return supervised
 
 
-def test_a_case_that_hangs_is_ended_with_its_processes_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_case_that_hangs_is_ended_with_its_processes_and_the_others_go_on(
+    supervised: Supervise, tmp_path: Path
+) -> None:
     """One of its processes has a session and a parent of its own."""
-    started = tmp_path / "started"
-
-    def run(setting: object, name: str) -> Row:
-        if name == "hangs":
-            script = f"sleep 1000 & echo $! > {started}.part && mv {started}.part {started}"
-            subprocess.run(["setsid", "bash", "-c", script], check=True)
-            os.write(1, b"hanging now\n")
-            threading.Event().wait()
-        return {"ok": True}
-
-    rows = supervised(run, ["hangs", "well"], tmp_path, limit_s=3.0)
+    rows = supervised("hangs", "well", limit_s=3.0)
     assert rows["well"]["ok"]
     assert not rows["hangs"]["ok"]
     assert rows["hangs"]["error"] == "still ran after 3 s" and rows["hangs"]["log"] == ["hanging now"]
-    assert has_ended(int(started.read_text()))
+    assert has_ended(int((tmp_path / "started").read_text()))
 
 
-def test_a_case_that_crashes_has_failed_and_the_others_go_on(tmp_path: Path) -> None:
-    def run(setting: object, name: str) -> Row:
-        if name == "crashes":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if name == "raises":
-            raise OSError("no such device")
-        return {"ok": True}
-
-    rows = supervised(run, ["crashes", "raises", "well"], tmp_path)
+def test_a_case_that_crashes_has_failed_and_the_others_go_on(supervised: Supervise) -> None:
+    rows = supervised("crashes", "raises", "well")
     assert [rows[name]["ok"] for name in ("crashes", "raises", "well")] == [False, False, True]
     assert rows["crashes"]["error"] == f"ended with code {-signal.SIGKILL}"
     assert rows["raises"]["error"] == "OSError: no such device"
 
 
 @pytest.mark.parametrize(("left_s", "begins"), [(20.0, False), (40.0, True)])
-def test_a_case_begins_if_half_of_its_limit_is_left(tmp_path: Path, left_s: float, begins: bool) -> None:
-    from setting import Setting
-    from supervise import Part, run_cases
-
-    part = Part("tried", 1, lambda setting, name: {"ok": True}, ["late"], 60.0, "")
-    (row,) = run_cases(part, ["late"], Setting(False, tmp_path, time.monotonic() + left_s), beside=1)
+def test_a_case_begins_if_half_of_its_limit_is_left(supervised: Supervise, left_s: float, begins: bool) -> None:
+    row = supervised("late", left_s=left_s)["late"]
     assert row["ok"] == begins
     assert begins or row["error"] == "no time left"
 
