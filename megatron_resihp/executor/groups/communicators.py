@@ -160,6 +160,29 @@ class Communicators:
         dist.distributed_c10d._world.group_count = 0
         self.connections.store = None
 
+    def await_all_idle(self, epoch: int, workers: int, timeout_s: float) -> None:
+        """Before an epoch is left by choice: wait until no worker has anything under way for another one.
+
+        NCCL's kernels end when the proxy thread has their last buffers, and an abort ends that thread with them unsent,
+        for which a peer would wait in vain.
+
+        Args:
+            workers: how many come here.
+            timeout_s: how long to wait for them. Then, and as soon as the epoch is broken, this returns too; a store
+                that is lost is first reopened.
+        """
+        with self.waiter.noted():
+            torch.cuda.synchronize()
+            # The epoch's store may not have been used for days. Without it the change is at risk, and no state is.
+            with suppress(RuntimeError):  # of the store: lost, late, or of a broken epoch
+                store = InterruptibleStore(
+                    self._connected(), self._interrupted, f"{keys.groups_of_epoch(epoch)}leaving"
+                )
+                if store.add("idle", 1) == workers:
+                    store.set("all idle", b"1")
+                store.set_timeout(timedelta(seconds=timeout_s))
+                store.get("all idle")  # relays ask for many workers at once, which they don't in `wait`
+
     def discard(self, ahead: GroupsAhead) -> None:
         """Forget groups that no epoch will use; `release` frees them."""
         with suppress(OSError):  # too many open files may be why there is no use for them

@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from megatron.core.rerun_state_machine import RerunMode
@@ -54,6 +54,10 @@ from megatron_resihp.integration.world.world import build_world, reset_singleton
 from megatron_resihp.plan.spelling import spelled_out
 from megatron_resihp.protocol.published import Decision, EmergencyCheckpointOrder, EpochPlan
 from megatron_resihp.protocol.records import Commit, IterationPhase
+
+ALL_IDLE_S: Final = 10.0
+"""How long workers that leave an epoch by choice wait for each other: what one is late for is in the order of an
+iteration's end."""
 
 
 class PlanChange(Exception):
@@ -200,6 +204,10 @@ def _let_go_of_frames(error: BaseException | None) -> None:
 
 
 def _enter_next_epoch(runtime: Runtime, phases: Phases, by_choice: bool) -> None:
+    if by_choice:
+        with phases.phase("agree"):
+            workers = len(runtime.view.plan.members)
+            runtime.communicators.await_all_idle(runtime.control.epoch, workers, ALL_IDLE_S)
     with phases.phase("abort"):
         abort_or_die(runtime.communicators.connections.abort)
         leave_overlap()

@@ -357,3 +357,69 @@ def test_an_epoch_begins_on_a_connection_that_works() -> None:
     assert communicators.connections.store is not None
     communicators.connections.store.set("key", "value")
     assert opened.check(["resihp/groups/1/plan/key"])
+
+
+class Leaving:
+    """One of two workers, which waits for the other before it leaves an epoch by choice."""
+
+    def __init__(self, store: dist.Store, me: int) -> None:
+        self.broken = threading.Event()
+        self.communicators = Communicators(store, me, self.broken.is_set)
+        self.left = threading.Event()
+        self.thread = threading.Thread(target=self._leave, daemon=True)
+
+    def _leave(self) -> None:
+        self.communicators.await_all_idle(epoch=1, workers=2, timeout_s=LIMIT_S)
+        self.left.set()
+
+
+@pytest.fixture
+def leaving(monkeypatch: pytest.MonkeyPatch) -> tuple[dist.Store, list[Leaving], threading.Event]:
+    """Two workers; the device of the second has work until the event is set."""
+    store, done = dist.HashStore(), threading.Event()
+    members = [Leaving(store, me) for me in (0, 1)]
+
+    def synchronize() -> None:
+        if threading.current_thread() is members[1].thread:
+            assert done.wait(LIMIT_S)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    for member in members:
+        member.thread.start()
+    return store, members, done
+
+
+def test_nobody_leaves_by_choice_while_a_device_has_work(
+    leaving: tuple[dist.Store, list[Leaving], threading.Event],
+) -> None:
+    """An abort would take from it what is still on its way."""
+    store, (first, second), done = leaving
+    store.wait(["resihp/groups/1/leaving/idle"], timedelta(seconds=LIMIT_S))
+    assert not first.left.wait(0.2)
+    done.set()
+    assert first.left.wait(LIMIT_S)
+    assert second.left.wait(LIMIT_S)
+
+
+def test_an_end_of_the_epoch_ends_the_wait_for_others_that_leave(
+    leaving: tuple[dist.Store, list[Leaving], threading.Event],
+) -> None:
+    _, (first, second), done = leaving
+    first.broken.set()
+    assert first.left.wait(LIMIT_S)
+    assert not second.left.is_set()
+    done.set()
+
+
+@pytest.mark.parametrize("fault", ("late", "lost"))
+def test_a_change_is_not_given_up_for_one_who_does_not_come(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """Nor for a store that is lost."""
+
+    class Store(dist.HashStore):
+        def add(self, key: str, amount: int) -> int:
+            if fault == "lost":
+                raise dist.DistNetworkError("Connection reset by peer")
+            return super().add(key, amount)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    Communicators(Store(), 0, lambda: False).await_all_idle(epoch=1, workers=2, timeout_s=0.01)
