@@ -41,6 +41,7 @@ class Worker:
         from megatron_resihp.integration.probes import patches
         from megatron_resihp.integration.probes.probe_clock import make_clock
         from megatron_resihp.integration.probes.probes import Probes
+        from megatron_resihp.plan import ParallelPlan, Replica
 
         self.probes = Probes(0, make_clock, lambda sheet: None)
         self.probes.ops.tp_group = object()
@@ -48,7 +49,7 @@ class Worker:
         pads = SimpleNamespace(pad_op=None, pad_transfer=None)
         self._runtime: Any = SimpleNamespace(
             probes=self.probes, job=SimpleNamespace(args=args), pads=pads,
-            view=SimpleNamespace(plan=SimpleNamespace(context_parallel=1)),
+            view=SimpleNamespace(plan=ParallelPlan((Replica(((0,),), (0,)),)), replica=0),
             control=SimpleNamespace(heard=Heard(0, lambda: None, 0)),
         )  # fmt: skip
         self._wrapped = wrapped

@@ -121,8 +121,9 @@ def same_work(family: Family, first: ParallelPlan, second: ParallelPlan) -> bool
 
 def in_words(plan: ParallelPlan) -> str:
     """How many replicas, and how many of them share."""
-    shared = {"CP": plan.context_parallel, "EP": plan.expert_parallel}
-    words = [f"{len(plan.replicas)} replicas", *(f"{name} {count}" for name, count in shared.items() if count > 1)]
+    context = "/".join(map(str, plan.context_groups or (plan.context_parallel,)))
+    shared = {"CP": context, "EP": str(plan.expert_parallel)}
+    words = [f"{len(plan.replicas)} replicas", *(f"{name} {count}" for name, count in shared.items() if count != "1")]
     return ", ".join(words)
 
 

@@ -16,6 +16,7 @@ from megatron_resihp.cost.model.layers import Model
 from megatron_resihp.cost.training import Training
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.plan.copies import copies_at, instances_under, keeps_copies
+from megatron_resihp.plan.parallel_plan import shared_with
 
 NodeOf = Callable[[int], int]
 """Tells a worker's node."""
@@ -66,11 +67,12 @@ def _gradients(plan: ParallelPlan, model: Model, training: Training, node_of: No
 
 def _results(plan: ParallelPlan, model: Model, training: Training, node_of: NodeOf) -> defaultdict[int, float]:
     sent = defaultdict[int, float](float)
-    for replica in plan.replicas:
+    for number, replica in enumerate(plan.replicas):
+        sharers = len(shared_with(plan, number))
         for before, after in pairwise(replica.stage_of_chunk):
             pairs = zip(replica.stages[before], replica.stages[after], strict=True)
             ends = [(node_of(one), node_of(other)) for one, other in pairs]
-            parts = plan.context_parallel * (len(ends) if training.sequence_parallel else 1)
+            parts = sharers * (len(ends) if training.sequence_parallel else 1)
             each = model.hidden_bytes * training.tokens / parts
             for one, other in ends:
                 if one != other:

@@ -14,7 +14,7 @@ from megatron_resihp.cost.job import Array, JobCost
 from megatron_resihp.cost.memory import with_layers
 from megatron_resihp.pipeline.op import OpKind
 from megatron_resihp.plan import ParallelPlan
-from megatron_resihp.plan.parallel_plan import sharing_of
+from megatron_resihp.plan.parallel_plan import met_by, shared_with, sharing_of
 
 
 @dataclass(frozen=True)
@@ -44,19 +44,18 @@ def meeting_of(plan: ParallelPlan, worker: int, cost: JobCost) -> Meeting | None
     """
     number, place = plan.replica_of(worker), plan.coordinate_of(worker)
     assert number is not None and place is not None, "a standby runs no ops"
-    sharing = sharing_of(plan)
-    if sharing == 1 and cost.training.expert_groups == 1:
+    if sharing_of(plan) == 1 and cost.training.expert_groups == 1:
         return None
-    first = number - number % sharing
-    members = [replica.stages[place.stage] for replica in plan.replicas[first : first + sharing]]
+    members = [plan.replicas[each].stages[place.stage] for each in met_by(plan, number)]
     chunks = [each for each in with_layers(plan.replicas[number], cost.model).chunks if each.stage == place.stage]
-    shared, degree = cost.shared(plan.context_parallel, plan.expert_parallel), len(members[0])
+    context = len(shared_with(plan, number))
+    shared, degree = cost.shared(context, plan.expert_parallel), len(members[0])
 
     def of_chunks(of_layers: Array) -> Array:
         return np.array([of_layers[:, chunk.first : chunk.end].sum(axis=1) for chunk in chunks]).T
 
     alone, together = of_chunks(cost.seconds(degree)), of_chunks(shared.seconds(degree))
-    work = np.divide(plan.context_parallel * together, alone, out=np.ones_like(alone), where=alone > 0)
+    work = np.divide(context * together, alone, out=np.ones_like(alone), where=alone > 0)
     if not cost.training.splits_backward:
         work[OpKind.W] = work[OpKind.B]  # which has its time
     return Meeting(

@@ -20,7 +20,7 @@ from megatron_resihp.pipeline.op import OpKind
 from megatron_resihp.pipeline.planned import known_program
 from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, PlanError, Replica, Schedule, Shard, even_chunks
 from megatron_resihp.plan.microbatches import filled_up
-from megatron_resihp.plan.parallel_plan import rounds_of
+from megatron_resihp.plan.parallel_plan import rounds_of, shared_with
 from megatron_resihp.plan.schedule import KINDS
 
 _Ops = tuple[NDArray[np.int64], NDArray[np.int64]]
@@ -101,26 +101,30 @@ def memory_of(plan: ParallelPlan, model: Model, training: Training, kept_until_w
         PlanError: the plan's layers differ from the model's, or members of a stage cannot share a layer.
     """
     replicas = [with_layers(replica, model) for replica in plan.replicas]
-    training = replace(training.under(plan), context_parallel=plan.context_parallel)
+    training = training.under(plan)
     if plan.expert_parallel > 1:
         training = training.as_plans_say(plan.expert_parallel)
-    accountant = _Accountant(model, training, replicas, kept_until_w)
+    accountants = {
+        context: _Accountant(model, replace(training, context_parallel=context), replicas, kept_until_w)
+        for context in {plan.context_parallel, *plan.context_groups}
+    }
     used: dict[int, MemoryUse] = {}
     alike: dict[tuple[object, ...], dict[Coordinate, MemoryUse]] = {}
     try:
         for number, replica in enumerate(replicas):
             rounds = rounds_of(plan, number)
-            key = (replica.shape, replica.chunks, replica.schedule, rounds)
+            context = len(shared_with(plan, number))
+            key = (replica.shape, replica.chunks, replica.schedule, rounds, context)
             if key not in alike:
                 run = replace(replica, micro_batches=filled_up(replica.micro_batches, rounds))
-                alike[key] = accountant.of_replica(run)
+                alike[key] = accountants[context].of_replica(run)
             used |= {worker: alike[key][coordinate] for worker, coordinate in replica.workers()}
         for worker, kept in plan.standbys.items():
             if isinstance(kept, Coordinate):
                 shards = _shards(replicas[0], kept)
             else:
                 shards = kept or ()
-            used[worker] = accountant.of_state(shards)
+            used[worker] = accountants[plan.context_parallel].of_state(shards)
     except ShardError as error:
         raise PlanError(str(error)) from None
     return used

@@ -23,7 +23,8 @@ class EpochStarted(Event):
         Plan,
         '`{"replicas": [{"stages": [[worker ids of the TP members], ...], "micro_batches": [indices]}], '
         '"standbys": {worker id: [stage, tp_rank] or null}}`; `"context_parallel": n` where n consecutive replicas '
-        'share each sequence; `"expert_parallel": n` where n consecutive ones share experts; '
+        'share each sequence; `"context_groups": [n, m, ...]` where the groups that do differ in size; '
+        '`"expert_parallel": n` where n consecutive ones share experts; '
         '`"expert_members": n` where n consecutive members of a stage have the same of them; `"uneven_experts": n` '
         "where the n experts of a layer are dealt to those that share them in unequal numbers",
     ]

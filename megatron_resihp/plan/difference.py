@@ -14,11 +14,16 @@ def differences(before: ParallelPlan, after: ParallelPlan) -> tuple[str, ...]:
         *_of_replicas(before, after),
         *_of_migrations(before, after),
         *_of_workers(before, after),
-        *_of("context-parallel degree", before.context_parallel, after.context_parallel),
+        *_of("context-parallel degree", _context(before), _context(after)),
         *_of("expert-parallel degree", before.expert_parallel, after.expert_parallel),
         *_of("experts dealt", _dealt(before), _dealt(after)),
         *_of("uneven shards", before.uneven_shards, after.uneven_shards),
     )
+
+
+def _context(plan: ParallelPlan) -> str:
+    """How many replicas share each sequence, "2", or "2+1" where groups differ."""
+    return "+".join(map(str, plan.context_groups or (plan.context_parallel,)))
 
 
 def _of_replicas(before: ParallelPlan, after: ParallelPlan) -> Iterator[str]:

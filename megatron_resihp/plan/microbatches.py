@@ -5,7 +5,9 @@ Micro-batch m of an iteration is always samples [m * mbs, (m + 1) * mbs) of its 
 the m that they run. With equal counts, the dealing is Megatron's own (replica r runs m = r, r + R, r + 2R, ...).
 """
 
+import heapq
 from collections.abc import Sequence
+from fractions import Fraction
 
 
 def even_counts(micro_batches: int, replicas: int) -> tuple[int, ...]:
@@ -51,6 +53,25 @@ def grouped_counts(micro_batches: int, replicas: int, stages: int, group: int, i
     if rest or groups < replicas or all(can_be_grouped(stages, run, group) for run in even[::in_step]):
         return even
     return tuple(group * count for count in even_counts(groups, replicas))
+
+
+def counts_by_size(micro_batches: int, sizes: Sequence[int], stages: int) -> tuple[int, ...]:
+    """Split them over groups of so many replicas that share sequences, so that the longest time is the least; each has
+    one at least, if there are as many.
+
+    A micro-batch takes the shorter the more share it. A group's pipeline takes as long as so many more of them as it
+    has stages after the first.
+    """
+    least = int(micro_batches >= len(sizes))
+    counts = [least] * len(sizes)
+    # What a group takes with one more.
+    waiting = [(Fraction(least + stages, size), number) for number, size in enumerate(sizes)]
+    heapq.heapify(waiting)
+    for _ in range(micro_batches - sum(counts)):
+        seconds, number = waiting[0]
+        counts[number] += 1
+        heapq.heapreplace(waiting, (seconds + Fraction(1, sizes[number]), number))
+    return tuple(counts)
 
 
 def even_share(micro_batches: int, replicas: int, replica: int) -> tuple[int, ...]:

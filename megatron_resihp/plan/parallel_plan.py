@@ -17,7 +17,7 @@ from megatron_resihp.coding.errors import MissingFieldError, WrongValueError
 from megatron_resihp.plan.errors import PlanError
 from megatron_resihp.plan.rank_grid import RankGrid
 from megatron_resihp.plan.replica import Coordinate, Kept, Migration, Replica, Shard, WrittenKept, shards_at
-from megatron_resihp.plan.rules import Sharing, check
+from megatron_resihp.plan.rules import Sharing, check, groups_of
 
 VERSION: Final = 2
 """Version of a plan's JSON. Plans of version 1 do not say it; they had no chunks, schedules, migrations or marks."""
@@ -35,6 +35,7 @@ class _Written:
     expert_parallel: int = omitted_if(1)
     expert_members: int = omitted_if(0)
     uneven_experts: int = omitted_if(0)
+    context_groups: tuple[int, ...] = omitted_if(())
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ class ParallelPlan:
             members have. The job's own number.
         uneven_experts: how many experts each layer has, where those that share them have unequal numbers of them
             (`plan.experts`); 0: all have as many.
+        context_groups: how many consecutive replicas share each sequence, group by group, where these numbers differ;
+            `context_parallel` is the largest of them then.
 
     Equal plans have equal hashes; plans may be pickled and copied.
 
@@ -71,15 +74,17 @@ class ParallelPlan:
     expert_parallel: int = 1
     expert_members: int = 0
     uneven_experts: int = 0
+    context_groups: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        check(self.replicas, self.standbys, self.migrations, self.sharing)
+        check(self.replicas, self.standbys, self.migrations, self.sharing, self.context_groups)
         # A read-only copy: neither the plan nor the caller's own dict can change it.
         object.__setattr__(self, "standbys", MappingProxyType(dict(self.standbys)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A proxy can be neither pickled nor copied.
-        return ParallelPlan, (self.replicas, dict(self.standbys), self.migrations, self.uneven_shards, *self.sharing)
+        parts = self.replicas, dict(self.standbys), self.migrations, self.uneven_shards
+        return ParallelPlan, (*parts, *self.sharing, self.context_groups)
 
     @property
     def sharing(self) -> Sharing:
@@ -87,9 +92,15 @@ class ParallelPlan:
         return Sharing(self.context_parallel, self.expert_parallel, self.expert_members, self.uneven_experts)
 
     @cached_property
+    def sharing_sequences(self) -> tuple[range, ...]:
+        """The replicas that share each sequence, group by group; without such, each replica."""
+        return groups_of(len(self.replicas), self.context_groups or self.context_parallel)
+
+    @cached_property
     def grid(self) -> RankGrid:
         """The plan's workers by coordinate. Raises PlanError if replicas differ in shape."""
-        return RankGrid(self.replicas, self.standbys, self.context_parallel)
+        # Megatron's formula knows no unequal groups, and is told of replicas that share nothing.
+        return RankGrid(self.replicas, self.standbys, 1 if self.context_groups else self.context_parallel)
 
     @cached_property
     def working(self) -> tuple[int, ...]:
@@ -112,7 +123,7 @@ class ParallelPlan:
 
     @property
     def micro_batch_count(self) -> int:
-        return sum(len(replica.micro_batches) for replica in self.replicas[:: self.context_parallel])
+        return sum(len(self.replicas[group.start].micro_batches) for group in self.sharing_sequences)
 
     @property
     def not_uniform(self) -> str | None:
@@ -184,7 +195,8 @@ class ParallelPlan:
         except WrongValueError as error:
             raise PlanError(f"this is not a plan: {error}; give the JSON of a plan") from None
         sharing = written.context_parallel, written.expert_parallel, written.expert_members, written.uneven_experts
-        return cls(written.replicas, written.standbys, written.migrations, written.uneven_shards, *sharing)
+        parts = written.replicas, written.standbys, written.migrations, written.uneven_shards
+        return cls(*parts, *sharing, written.context_groups)
 
     @property
     def digest(self) -> str:
@@ -199,12 +211,40 @@ class ParallelPlan:
 
 def data_parallel_of(plan: ParallelPlan) -> int:
     """How many groups of replicas there are that share their sequences; without such groups, how many replicas."""
-    return len(plan.replicas) // plan.context_parallel
+    return len(plan.sharing_sequences)
+
+
+def group_number(plan: ParallelPlan, replica: int) -> int:
+    """Which of the groups that share sequences a replica is in."""
+    if not plan.context_groups:
+        return replica // plan.context_parallel
+    return next(number for number, group in enumerate(plan.sharing_sequences) if replica in group)
+
+
+def shared_with(plan: ParallelPlan, replica: int) -> range:
+    """The replicas that share sequences with one, itself included."""
+    return plan.sharing_sequences[group_number(plan, replica)]
 
 
 def sharing_of(plan: ParallelPlan) -> int:
-    """How many consecutive replicas meet in every layer, since they share sequences or experts."""
+    """How many consecutive replicas meet in every layer, since they share sequences or experts; in the largest group,
+    if these differ."""
     return plan.sharing.together
+
+
+def met_by(plan: ParallelPlan, replica: int) -> range:
+    """The replicas that one meets in every layer, itself included."""
+    if plan.expert_parallel <= plan.context_parallel:
+        return shared_with(plan, replica)
+    first = replica - replica % plan.expert_parallel
+    return range(first, first + plan.expert_parallel)
+
+
+def meeting_groups(plan: ParallelPlan) -> tuple[range, ...]:
+    """The replicas that meet in every layer, since they share sequences or experts, group by group."""
+    if plan.expert_parallel <= plan.context_parallel:
+        return plan.sharing_sequences
+    return groups_of(len(plan.replicas), plan.expert_parallel)
 
 
 def rounds_of(plan: ParallelPlan, replica: int) -> int:
@@ -216,7 +256,7 @@ def rounds_of(plan: ParallelPlan, replica: int) -> int:
 
 def _written(plan: ParallelPlan) -> _Written:
     standbys = dict(sorted(plan.standbys.items()))
-    return _Written(plan.replicas, standbys, plan.migrations, plan.uneven_shards, *plan.sharing)
+    return _Written(plan.replicas, standbys, plan.migrations, plan.uneven_shards, *plan.sharing, plan.context_groups)
 
 
 def _read(value: Any) -> ParallelPlan:

@@ -7,6 +7,7 @@ Whether a plan fits a model and its devices' memory depends on more than the pla
 
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
+from itertools import accumulate
 from typing import NamedTuple
 
 from megatron_resihp.plan.errors import PlanError
@@ -51,22 +52,32 @@ class Sharing(NamedTuple):
         return Fraction(most * self.experts, self.uneven) if self.uneven else Fraction(1)
 
 
+def groups_of(replicas: int, sizes: int | Sequence[int]) -> tuple[range, ...]:
+    """So many replicas in groups of consecutive ones. `sizes`: of all groups, or of each."""
+    if isinstance(sizes, int):
+        sizes = (sizes,) * (replicas // sizes)
+    return tuple(range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True))
+
+
 def check(
     replicas: Sequence[Replica],
     standbys: Mapping[int, Kept],
     migrations: Sequence[Migration],
     sharing: Sharing,
+    context_groups: tuple[int, ...] = (),
 ) -> None:
     """Raises PlanError if the parts of a plan break a rule; the message names it."""
     if not replicas:
         raise PlanError("a plan needs at least one replica")
     _check_workers(replicas, standbys)
-    _check_sharing(replicas, migrations, sharing.context, "sequences", "context")
+    _check_context_groups(len(replicas), sharing, context_groups)
+    _check_sharing(replicas, migrations, sharing.context, "sequences", "context", alike=not context_groups)
     _check_sharing(replicas, migrations, sharing.experts, "experts", "expert")
     _check_members_of_experts(replicas, sharing.members)
     _check_uneven_experts(sharing)
-    _check_groups(replicas, standbys, sharing)
-    _check_micro_batches(replicas[:: sharing.context])
+    groups = groups_of(len(replicas), context_groups or sharing.context)
+    _check_groups(replicas, standbys, sharing, groups)
+    _check_micro_batches([replicas[group.start] for group in groups])
     _check_layers(replicas)
     _check_standbys(replicas, standbys)
     _check_migrations(replicas, migrations)
@@ -88,9 +99,26 @@ def _check_workers(replicas: Sequence[Replica], standbys: Mapping[int, Kept]) ->
         seen.add(worker)
 
 
+def _check_context_groups(replicas: int, sharing: Sharing, sizes: tuple[int, ...]) -> None:
+    """Groups of unequal numbers are said where there are such, and nowhere else."""
+    if not sizes:
+        return
+    if not isinstance(sizes, tuple) or any(type(size) is not int or size < 1 for size in sizes):
+        raise PlanError(f"context_groups are whole numbers >= 1, got {sizes!r}")
+    if sum(sizes) != replicas:
+        raise PlanError(f"context_groups are of {sum(sizes)} replicas, and the plan has {replicas}")
+    if len(set(sizes)) == 1:
+        raise PlanError(f"each sequence is shared by {sizes[0]} replicas: leave context_groups out")
+    if max(sizes) != sharing.context:
+        raise PlanError(f"context_parallel must be the largest of context_groups, {max(sizes)}, not {sharing.context}")
+    if sharing.experts > 1 or sharing.members:
+        raise PlanError("replicas that share experts must share sequences in groups of one size")
+
+
 def _check_sharing(
-    replicas: Sequence[Replica], migrations: Sequence[Migration], degree: int, what: str, kind: str
-) -> None:
+    replicas: Sequence[Replica], migrations: Sequence[Migration], degree: int, what: str, kind: str,
+    alike: bool = True,
+) -> None:  # fmt: skip
     """Replicas that share something meet in every layer: all of them run the same ops in the same order. Of those that
     share experts, some may have fewer micro-batches and run ops that count nothing (`parallel_plan.rounds_of`)."""
     if type(degree) is not int or degree < 1:
@@ -98,7 +126,7 @@ def _check_sharing(
         raise PlanError(f"{article} {kind}-parallel degree is a whole number >= 1, got {degree!r}")
     if degree == 1:
         return
-    if len(replicas) % degree:
+    if alike and len(replicas) % degree:
         raise PlanError(f"{len(replicas)} replicas can't share {what} in groups of {degree}")
     if migrations:
         raise PlanError(f"work can't be migrated between replicas that share {what}")
@@ -130,15 +158,17 @@ def _check_uneven_experts(sharing: Sharing) -> None:
         raise PlanError(f"experts can't be dealt in unequal numbers where {what}")
 
 
-def _check_groups(replicas: Sequence[Replica], standbys: Mapping[int, Kept], sharing: Sharing) -> None:
+def _check_groups(
+    replicas: Sequence[Replica], standbys: Mapping[int, Kept], sharing: Sharing, groups: Sequence[range]
+) -> None:
     """Those that share sequences run the same micro-batches."""
     context, experts, *_ = sharing
     if sharing.together % min(context, experts):
         overlap = f"groups of {context} that share sequences and of {experts} that share experts overlap"
         raise PlanError(f"{overlap}: let one number divide the other")
-    for first in range(0, len(replicas), context):
-        if len({each.micro_batches for each in replicas[first : first + context]}) > 1:
-            said = f"replicas {first} to {first + context - 1} share sequences and must have the same micro-batches"
+    for group in groups:
+        if len({replicas[number].micro_batches for number in group}) > 1:
+            said = f"replicas {group.start} to {group.stop - 1} share sequences and must have the same micro-batches"
             raise PlanError(said)
     kept = sorted(worker for worker, shard in standbys.items() if shard is not None)
     if experts > 1 and kept:

@@ -21,7 +21,7 @@ from megatron_resihp.pipeline.planned import joint_program_of, program_of
 from megatron_resihp.pipeline.simulate import Timeline, makespans, simulate
 from megatron_resihp.plan import ParallelPlan, Replica
 from megatron_resihp.plan.microbatches import filled_up
-from megatron_resihp.plan.parallel_plan import sharing_of
+from megatron_resihp.plan.parallel_plan import meeting_groups, met_by, shared_with
 from megatron_resihp.planner.health import Health
 
 F, B, W = OpKind
@@ -156,11 +156,9 @@ class GroupRun:
 
 def run_of(plan: ParallelPlan, number: int, health: Health, cost: JobCost) -> GroupRun:
     """The run of a replica with all that it shares sequences or experts with."""
-    sharing = sharing_of(plan)
-    first = number - number % sharing
-    group = tuple(with_layers(each, cost.model) for each in plan.replicas[first : first + sharing])
-    cost = cost.shared(plan.context_parallel, plan.expert_parallel)
-    if sharing == 1:
+    group = tuple(with_layers(plan.replicas[each], cost.model) for each in met_by(plan, number))
+    cost = cost.shared(len(shared_with(plan, number)), plan.expert_parallel)
+    if len(group) == 1:
         return GroupRun(group, health, health, cost)
     rows = zip(*([worker for worker, _ in replica.workers()] for replica in group), strict=True)
     slowest = {row[0]: min(health.speed[worker] for worker in row) for row in rows}
@@ -169,8 +167,8 @@ def run_of(plan: ParallelPlan, number: int, health: Health, cost: JobCost) -> Gr
 
 def _runs(plan: ParallelPlan, health: Health, cost: JobCost) -> Iterator[tuple[int, GroupRun]]:
     """Each group of replicas, by the number of its first one."""
-    for number in range(0, len(plan.replicas), sharing_of(plan)):
-        yield number, run_of(plan, number, health, cost)
+    for group in meeting_groups(plan):
+        yield group.start, run_of(plan, group.start, health, cost)
 
 
 def _slowest_link(members: Sequence[tuple[int, ...]], health: Health) -> float:

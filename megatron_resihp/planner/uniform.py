@@ -4,9 +4,9 @@
 In each replica, one worker works on each shard. A worker keeps the shard that it holds if the plan needs it there. If a
 shard has fewer living holders than there are replicas, a surplus worker moves to it and fetches its state.
 
-With context parallelism, replicas share sequences in groups of one size, which may be smaller than the job's own. With
-expert parallelism, they share experts in such groups. With both, groups of one kind are made of whole groups of the
-other.
+With context parallelism, replicas share sequences in groups of one size, which may be smaller than the job's own, or
+where that is faster, of several (`context_groups`). With expert parallelism, they share experts in groups of one size.
+With both, groups of one kind are made of whole groups of the other.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,9 +15,10 @@ from fractions import Fraction
 from itertools import product
 
 from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, PlanError, Replica, Shard, deal, even_counts
-from megatron_resihp.plan.microbatches import grouped_counts
+from megatron_resihp.plan.microbatches import counts_by_size, grouped_counts
 from megatron_resihp.plan.replica import shards_at
 from megatron_resihp.plan.rules import Sharing
+from megatron_resihp.planner.context_groups import fastest_groups
 from megatron_resihp.planner.spreading import Homes, spread
 
 
@@ -109,6 +110,7 @@ class JobShape:
         spread_replicas: the user wants no shard on one node only.
         sharings: how many replicas may share each sequence and each layer's experts; the job's own numbers first.
         equal_rounds: those that share experts must have equally many micro-batches.
+        unlike_context: sequences may be shared in groups of unlike sizes.
         expert_copies: experts that are held once have a copy with another worker, if no optimizer is shared out.
     """
 
@@ -122,6 +124,7 @@ class JobShape:
     sharings: tuple[Sharing, ...] = (Sharing(),)
     equal_rounds: bool = False
     expert_copies: bool = False
+    unlike_context: bool = False
 
     def node_of(self, worker: int) -> int:
         """Where a worker lives."""
@@ -163,6 +166,14 @@ class JobShape:
 
         chosen = min(possible, key=preference)
         return chosen, working[chosen]
+
+    def context_groups(self, replicas: int) -> tuple[int, ...]:
+        """How many of them share each sequence, group by group, as needs the least time; nothing where `sharing` says
+        it. A pipeline that is interleaved takes micro-batches in numbers of its own."""
+        if not self.unlike_context or self.micro_batch_group is not None:
+            return ()
+        degrees = [sharing.context for sharing in self.sharings]
+        return fastest_groups(replicas, self.micro_batches, self.pipeline_parallel, degrees)
 
     def _working(self, replicas: int, sharing: Sharing) -> int:
         """How many work: whole groups, of which each member has a micro-batch at least."""
@@ -264,12 +275,15 @@ def plan_uniform(shape: JobShape, held: Mapping[int, Coordinate | None], previou
     if not complete or shape.micro_batches < shape.fewest_micro_batches:
         raise NoPlanError(f"{len(held)} survivors are fewer than TP x PP = {shape.replica_size}")
     sharing, replicas = shape.sharing(complete)
+    groups = shape.context_groups(complete)
+    if groups:
+        sharing, replicas = Sharing(max(groups)), sum(groups)
     chosen = {c: workers[:replicas] for c, workers in holders.items()}
     free = sorted(set(held) - {w for workers in chosen.values() for w in workers})
     moved = _fill(chosen, replicas, free, shape, Homes(held, shape.node_of))
     # Where experts are shared, a standby would keep a share of them that no plan may ask for.
     standbys = {worker: None if sharing.experts > 1 else held[worker] for worker in free if worker not in moved}
-    return _plan(_arrange(chosen, replicas, previous, shape), shape, standbys, sharing)
+    return _plan(_arrange(chosen, replicas, previous, shape), shape, standbys, sharing, groups)
 
 
 def plan_with_room(
@@ -293,13 +307,14 @@ def plan_with_room(
         except NoPlanError as error:
             raise NoPlanError(f"{error}; {too_large}", error.missing) if too_large else error from None
         tried = plan.sharing
-        if tried[:2] == own[:2]:
+        if tried[:2] == own[:2] and not plan.context_groups:
             return plan
         try:
             check(plan)
         except PlanError as error:
-            too_large = f"with {tried.together} of them {error}"
-            left = (each for each in shape.sharings if each.context > tried.context or each.experts > tried.experts)
+            fewest = min(plan.context_groups, default=tried.context)
+            too_large = f"with {max(fewest, tried.experts)} of them {error}"
+            left = (each for each in shape.sharings if each.context > fewest or each.experts > tried.experts)
             shape = replace(shape, sharings=tuple(left))
         else:
             return plan
@@ -370,10 +385,15 @@ def _arrange(
 
 
 def _plan(
-    grid: list[dict[Coordinate, int]], shape: JobShape, standbys: Mapping[int, Coordinate | None], sharing: Sharing
-) -> ParallelPlan:
-    counts = shape.shares(len(grid) // sharing.context, sharing)
-    shares = [share for share in deal(counts) for _ in range(sharing.context)]
+    grid: list[dict[Coordinate, int]], shape: JobShape, standbys: Mapping[int, Coordinate | None], sharing: Sharing,
+    groups: tuple[int, ...] = (),
+) -> ParallelPlan:  # fmt: skip
+    sizes = groups or (sharing.context,) * (len(grid) // sharing.context)
+    if groups:
+        counts = counts_by_size(shape.micro_batches, groups, shape.pipeline_parallel)
+    else:
+        counts = shape.shares(len(sizes), sharing)
+    shares = [share for share, size in zip(deal(counts), sizes, strict=True) for _ in range(size)]
     return ParallelPlan(
         replicas=tuple(
             Replica(
@@ -390,4 +410,5 @@ def _plan(
         expert_parallel=sharing.experts,
         expert_members=sharing.members,
         uneven_experts=sharing.uneven,
+        context_groups=groups if len(set(groups)) > 1 else (),
     )

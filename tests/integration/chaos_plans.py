@@ -50,15 +50,21 @@ def random_sharing_plan(random: Random, living: Sequence[int], cast: Cast) -> Pa
         if max(context, experts) % min(context, experts):
             continue
         workers = random.sample(living, len(living))
-        count = random.randint(1, most) * max(context, experts)
-        shares = _shares(random, cast.micro_batches, count // context, cast.dealt)
+        groups = [context] * (random.randint(1, most) * max(context, experts) // context)
+        may_differ = sharing.context > 1 and not cast.model.get("num_experts") and cast.dealt == 1
+        if may_differ and random.random() < 0.7:
+            others = random.choices(_divisors(sharing.context), k=random.randint(0, 2))
+            groups = random.sample([sharing.context, 1, *others], k=2 + len(others))
+            if sum(groups) * cast.replica_size > len(living):
+                continue
+        shares = _shares(random, cast.micro_batches, len(groups), cast.dealt)
         replicas = [
             Replica(tuple(tuple(workers.pop() for _ in range(cast.tensor)) for _ in range(cast.pipeline)), share)
-            for share in shares
-            for _ in range(context)
+            for share, size in zip(shares, groups, strict=True)
+            for _ in range(size)
         ]
         uneven = cast.uneven if cast.uneven % experts else 0
-        how = context, experts, sharing.members, uneven
+        how = max(groups), experts, sharing.members, uneven, tuple(groups) if len(set(groups)) > 1 else ()
         return ParallelPlan(tuple(replicas), dict.fromkeys(workers), (), False, *how)
 
 

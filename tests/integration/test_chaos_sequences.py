@@ -73,6 +73,7 @@ SHARING: dict[str, Callable[[Sequence], bool]] = {
         (plan.context_parallel, plan.expert_parallel) != sequence.cast.sharing[:2] and plan.not_uniform is None
         for _, plan in sequence.plans
     ),
+    "sequences in groups of unlike sizes": lambda sequence: any(plan.context_groups for _, plan in sequence.plans),
     "unequal numbers of experts": lambda sequence: any(plan.uneven_experts for _, plan in sequence.plans),
     "uneven": lambda sequence: any(
         plan.not_uniform is None and len({len(replica.micro_batches) for replica in plan.replicas}) > 1

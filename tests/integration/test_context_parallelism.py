@@ -43,10 +43,23 @@ PAIRS = ParallelPlan(
 )
 
 
+UNLIKE = ParallelPlan(
+    tuple(Replica(((worker,),), hand) for worker, hand in enumerate([(0, 1, 2), (0, 1, 2), (3, 4), (5,)])),
+    context_parallel=2, context_groups=(2, 1, 1),
+)  # fmt: skip
+"""A pair shares its sequences, and two workers have theirs alone."""
+
+
 def degrees(job: Job) -> list[tuple[int, int]]:
     """Of each epoch: how many replicas share each sequence, and how many there are."""
     plans = [ParallelPlan.from_dict(event["plan"]) for event in job.events("epoch_started")]
     return [(plan.context_parallel, len(plan.replicas)) for plan in plans]
+
+
+def groups(job: Job) -> list[tuple[int, ...]]:
+    """Of each epoch: how many replicas share each sequence, group by group."""
+    plans = [ParallelPlan.from_dict(event["plan"]) for event in job.events("epoch_started")]
+    return [tuple(map(len, plan.sharing_sequences)) for plan in plans]
 
 
 def test_training_shows_in_the_losses(jobs: Jobs) -> None:
@@ -142,23 +155,60 @@ def test_a_change_by_choice_there_and_back(jobs: Jobs, tmp_path: Path, layout: d
     assert degrees(job) == [(2, 4), (1, 4), (2, 4)]
 
 
-def test_evaluation(jobs: Jobs) -> None:
+@pytest.mark.parametrize(
+    ("layout", "tolerance"),
+    [
+        ({}, FP32),
+        (TENSOR, FP32),
+        (PIPELINE, FP32),
+        (PIPELINE | {"use_tp_pp_dp_mapping": True, "expert_tensor_parallel_size": 2}, FP32),
+        (OPTIMIZER, FP32),
+        ({"bf16": True}, BF16),
+        ({"calculate_per_token_loss": True, "eod_mask_loss": True}, FP32),
+    ],
+    ids=["plain", "tensor", "pipeline", "pipelines in a row", "optimizer", "bf16", "per token"],
+)
+def test_a_death_after_which_groups_differ(jobs: Jobs, layout: dict[str, Any], tolerance: Tolerance) -> None:
+    """Of three replicas two share three sequences, and one has a fourth alone: that is faster than one each, of which
+    one has two. With the fourth replica they share as before."""
+    batch = SHARED | layout | {"global_batch_size": 4, "train_iters": 14}
+    whole = layout.get("tensor_model_parallel_size", 1) * layout.get("pipeline_model_parallel_size", 1)
+    job = like_stock_and_back(jobs, layout=batch, tolerance=tolerance, workers=WORKERS * whole)
+    assert groups(job) == [(2, 2), (2, 1), (2, 2)]
+
+
+@pytest.mark.parametrize("layout", [{}, OPTIMIZER], ids=["plain", "optimizer"])
+def test_groups_that_differ_by_choice_there_and_back(jobs: Jobs, tmp_path: Path, layout: dict[str, Any]) -> None:
+    plans = ask_at(tmp_path, (UNLIKE, 2), (PAIRS, 6))
+    job = like_stock(jobs, layout=SHARED | layout, resihp_plan=plans)
+    assert groups(job) == [(2, 2), (2, 1, 1), (2, 2)]
+
+
+@pytest.mark.parametrize("batch", [6, 4], ids=["one size", "unlike sizes"])
+def test_evaluation(jobs: Jobs, batch: int) -> None:
     """Those that share sequences evaluate the same micro-batches."""
-    layout = SHARED | {"eval_interval": 3, "eval_iters": 1}
+    layout = SHARED | {"eval_interval": 3, "eval_iters": 1, "global_batch_size": batch}
     reference = jobs.reference(tiny(**layout), workers=WORKERS)
     job = like_stock(jobs, "kill:1@4", layout=layout)
     assert evaluations(job) == pytest.approx(evaluations(reference), rel=FP32.loss) and evaluations(job)
 
 
+@pytest.mark.parametrize(("batch", "sizes"), [(6, (1, 1, 1)), (4, (2, 1))], ids=["one size", "unlike sizes"])
 @pytest.mark.parametrize("layout", [{}, OPTIMIZER], ids=["plain", "optimizer"])
-def test_a_checkpoint_of_a_smaller_degree(jobs: Jobs, tmp_path: Path, layout: dict[str, Any]) -> None:
+def test_a_checkpoint_of_a_smaller_degree(
+    jobs: Jobs, tmp_path: Path, layout: dict[str, Any], batch: int, sizes: tuple[int, ...]
+) -> None:
     """Stock Megatron goes on from it under the job's own degree."""
-    saved = SHARED | layout | ({"dist_ckpt_optim_fully_reshardable": True} if layout else {})
+    layout = layout | {"global_batch_size": batch}
+    optimizer = "use_distributed_optimizer" in layout
+    saved = SHARED | layout | ({"dist_ckpt_optim_fully_reshardable": True} if optimizer else {})
     stock = losses_of(stock_steps(jobs, WORKERS, **SHARED | layout))
     saving = {"save": tmp_path / "saved", "save_interval": 6, "exit_interval": 6}
     job = jobs.run(tiny(**saved | saving, resihp_inject="kill:3@3"), workers=WORKERS)
-    assert job.code == 0 and degrees(job) == [(2, 4), (1, 3)], job.tails()
-    losses = stock_losses(jobs, FUSED if layout else PRETRAIN, WORKERS, **saved | {"load": tmp_path / "saved"})
+    assert job.code == 0 and groups(job) == [(2, 2), sizes], job.tails()
+    # Megatron compares what workers say of the job.
+    assert not any("common state dict" in job.log(worker) for worker in range(WORKERS))
+    losses = stock_losses(jobs, FUSED if optimizer else PRETRAIN, WORKERS, **saved | {"load": tmp_path / "saved"})
     assert losses == pytest.approx(as_stock_says({number: stock[number] for number in (7, 8, 9)}), rel=FP32.loss)
 
 

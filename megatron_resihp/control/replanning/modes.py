@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the coordinator has to mind in either mode of running a plan; `integration.modes` has the modes themselves.
 
-Pure. May import `plan`, `executor`'s check of ops and `inventory`.
+Pure. May import `plan`, `planner.uniform`, `executor`'s check of ops and `inventory`.
 """
 
 from abc import ABC, abstractmethod
@@ -18,6 +18,7 @@ from megatron_resihp.plan import Chunk, Kept, ParallelPlan, PlanError, Shard, sh
 from megatron_resihp.plan.copies import NodeOf
 from megatron_resihp.plan.parallel_plan import rounds_of
 from megatron_resihp.plan.spelling import coordinate_at
+from megatron_resihp.planner.uniform import can_share_sequence
 from megatron_resihp.protocol.job import JobDescription
 
 Holders = Mapping[int, tuple[Shard, ...]]
@@ -68,13 +69,17 @@ class _Uniform(PlanMode):
         """Megatron cuts a sequence in two parts for each worker that shares it, and for the members of its stage."""
         degree, tokens = plan.context_parallel, job.seq_length
         members = job.tensor_parallel if job.sequence_parallel else 1
+        if plan.context_groups and job.experts:
+            raise PlanError("sequences must be shared in groups of one size in a job with --num-experts")
         if degree > job.context_parallel:
             raise PlanError(f"sequences can be shared by {job.context_parallel} replicas at most, not {degree}")
-        if job.keeps_context and degree != job.context_parallel:
-            needed = f"{job.context_parallel} replicas must share each sequence, not {degree}"
+        if job.keeps_context and (degree != job.context_parallel or plan.context_groups):
+            found = " or ".join(map(str, dict.fromkeys(plan.context_groups or (degree,))))
+            needed = f"{job.context_parallel} replicas must share each sequence, not {found}"
             raise PlanError(f"{needed}: {job.keeps_context}")
-        if degree > 1 and (tokens % (2 * degree) or tokens // degree % members):
-            raise PlanError(f"{degree} replicas can't share the {tokens} tokens of a sequence evenly")
+        for each in set(plan.context_groups) or {degree}:
+            if not can_share_sequence(each, tokens, members):
+                raise PlanError(f"{each} replicas can't share the {tokens} tokens of a sequence evenly")
         _check_experts(plan, job)
 
     def standbys(self, held: Holders, own: tuple[Chunk, ...], degree: int) -> dict[int, Kept]:
@@ -120,7 +125,7 @@ def _check_experts(plan: ParallelPlan, job: JobDescription) -> None:
 def _meet_as_at_the_start(plan: ParallelPlan) -> bool:
     """Whether the micro-batches that replicas which share experts run at a time are those that Megatron's own dealing
     gives them, whatever the number of replicas: as many in a row, from a multiple of that on."""
-    hands = [replica.micro_batches for replica in plan.replicas[:: plan.context_parallel]]
+    hands = [plan.replicas[group.start].micro_batches for group in plan.sharing_sequences]
     count = plan.sharing.in_step
     return all(
         each == tuple(range(each[0], each[0] + count)) and each[0] % count == 0

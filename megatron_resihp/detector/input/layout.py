@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan → the Layout of its workers and links. Imports numpy and `plan`.
 
-In plans that Megatron's own groups cannot run, stages with the same number may differ. There `Layout.stage` numbers
+In plans that Megatron's own groups cannot run, and where sequences are shared by unlike numbers of replicas, stages
+with the same number may differ. There `Layout.stage` numbers
 kinds of work, so that only workers with the same layers, degree and kinds of ops are compared with each other.
 
 Replicas that share sequences or experts meet in every layer, as members of a tensor-parallel group do. So here they
@@ -14,8 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from megatron_resihp.detector.input.observations import Layout
-from megatron_resihp.plan.parallel_plan import ParallelPlan, sharing_of
-from megatron_resihp.plan.replica import Replica
+from megatron_resihp.plan.parallel_plan import ParallelPlan, meeting_groups, shared_with
 
 Work = tuple[object, ...]
 
@@ -29,17 +29,18 @@ def layout_of(plan: ParallelPlan, epoch: int, node_of: Mapping[int, int], interl
         node_of: worker id → index of its machine.
         interleaved: whether workers hold several model chunks, so that the last stage sends to the first.
     """
-    native = plan.not_uniform is None
+    uniform = plan.not_uniform is None
+    native = uniform and not plan.context_groups
     numbers = _numbers(plan)
-    shared = sharing_of(plan)
     places = [
-        (worker, number // shared, coordinate.stage if native else numbers[_work(replica, coordinate.stage)],
-         coordinate.tp_rank + number % shared * len(replica.stages[coordinate.stage]), node_of[worker])
-        for number, replica in enumerate(plan.replicas)
-        for worker, coordinate in replica.workers()
+        (worker, group, coordinate.stage if native else numbers[_work(plan, number, coordinate.stage)],
+         coordinate.tp_rank + place * len(plan.replicas[number].stages[coordinate.stage]), node_of[worker])
+        for group, members in enumerate(meeting_groups(plan))
+        for place, number in enumerate(members)
+        for worker, coordinate in plan.replicas[number].workers()
     ]  # fmt: skip
     workers, replica, stage, tp_rank, node = np.array(places, dtype=np.int64).T
-    links = _native_links(plan, interleaved) if native else _links(plan)
+    links = _native_links(plan, interleaved) if uniform else _links(plan)
     ends = np.array(links, dtype=np.int64).reshape(-1, 2)
     return Layout(epoch, workers, replica, stage, tp_rank, node, ends, native)
 
@@ -56,15 +57,18 @@ def _native_links(plan: ParallelPlan, interleaved: bool) -> list[tuple[int, int]
 
 def _numbers(plan: ParallelPlan) -> dict[Work, int]:
     """A number for each kind of work that stages do."""
-    kinds = (_work(replica, stage) for replica in plan.replicas for stage in range(len(replica.stages)))
+    stages = ((number, stage) for number, each in enumerate(plan.replicas) for stage in range(len(each.stages)))
+    kinds = (_work(plan, number, stage) for number, stage in stages)
     return {work: number for number, work in enumerate(dict.fromkeys(kinds))}
 
 
-def _work(replica: Replica, stage: int) -> Work:
-    """What distinguishes a stage's ops from others': its layers, its degree, and whether B includes W."""
+def _work(plan: ParallelPlan, number: int, stage: int) -> Work:
+    """What distinguishes a stage's ops from others': its layers, its degree, whether B includes W, and how many
+    replicas share its sequences."""
+    replica = plan.replicas[number]
     layers = tuple((chunk.first, chunk.end) for chunk in replica.chunks if chunk.stage == stage)
     splits = replica.schedule is not None and replica.schedule.splits_backward
-    return (layers if replica.chunks else stage, len(replica.stages[stage]), splits)
+    return (layers if replica.chunks else stage, len(replica.stages[stage]), splits, len(shared_with(plan, number)))
 
 
 def _links(plan: ParallelPlan) -> list[tuple[int, int]]:

@@ -48,11 +48,13 @@ from megatron_resihp.integration.step.expert_ring import (
 from megatron_resihp.integration.step.loss_scale import Averaging, scaled_losses
 from megatron_resihp.integration.step.optimizer_buddies import Ring
 from megatron_resihp.integration.trained import Trained, parts_of
-from megatron_resihp.integration.world.group_needs import groups_wanted, of_gloo, world_group
+from megatron_resihp.integration.world.context_groups import context_ranks, make_context_groups
+from megatron_resihp.integration.world.group_needs import groups_wanted, of_gloo, timeout_of, world_group
 from megatron_resihp.integration.world.streams import start_streams
 from megatron_resihp.integration.world.view import UniformView
 from megatron_resihp.pipeline.orders import group_for
 from megatron_resihp.plan import data_parallel_of
+from megatron_resihp.plan.parallel_plan import shared_with
 from megatron_resihp.protocol.published import EpochPlan
 from megatron_resihp.protocol.records import Outcome
 
@@ -70,7 +72,7 @@ class UniformMode(Mode):
         self.view = view
         self.state = self._make_state(runtime)
         self.everybody = make_group("everybody", view.plan.members)
-        self.averaging = averaging_of(runtime, data_parallel_of(view.plan))
+        self.averaging = averaging_of(runtime, *_shared_averaging(view))
         self._runtime = runtime
         self.counts = UniformCounts(runtime, self.counts_part, self.instances)
         self._join(make_group)
@@ -99,6 +101,7 @@ class UniformMode(Mode):
         order, args = self.view.rank_order, self._runtime.job.args
         rank, build = order.index(self.view.worker), self._runtime.setup.build_groups
         wanted = groups_wanted(rank, len(order), build.args, build.keywords | self._degrees)
+        wanted += [(WorldGroup(tuple(ranks), timeout_of(args)), None) for ranks in context_ranks(self.view)]
         return of_gloo([(world_group(args, len(order)), None), *wanted], args.distributed_backend)
 
     @property
@@ -106,17 +109,21 @@ class UniformMode(Mode):
         """What Megatron is told of this plan that may be otherwise in the job's own layout."""
         plan = self.view.plan
         experts = plan.expert_parallel * self._runtime.job.own.expert_groups
-        return {INSTANCES: self.instances, CONTEXT: plan.context_parallel, EXPERTS: experts}
+        context = len(shared_with(plan, self.view.replica))
+        return {INSTANCES: self.instances, CONTEXT: context, EXPERTS: experts}
 
     @property
     def _degrees(self) -> dict[str, Any]:
         """What groups are made by. Without experts, those of experts are made too, and do nothing. Where replicas are
-        counted last, Megatron wants as many ranks of each in a row there as share sequences and layers."""
+        counted last, Megatron wants as many ranks of each in a row there as share sequences and layers. Groups that
+        share sequences are made afterwards where they differ."""
         plan, args = self.view.plan, self._runtime.job.args
+        context = 1 if plan.context_groups else plan.context_parallel
+        sizes = self._sizes | {CONTEXT: context}
         if args.num_experts:
-            return self._sizes
-        sharers = plan.context_parallel if args.use_tp_pp_dp_mapping else 1
-        return self._sizes | {MEMBERS: plan.grid.tensor_parallel * sharers}
+            return sizes
+        sharers = context if args.use_tp_pp_dp_mapping else 1
+        return sizes | {MEMBERS: plan.grid.tensor_parallel * sharers}
 
     @property
     def _lost_overlap(self) -> dict[str, bool]:
@@ -131,6 +138,7 @@ class UniformMode(Mode):
                       flush=True)  # fmt: skip
         sizes.restore(self._sizes | lost)
         self._runtime.setup.build_groups(**self._degrees)
+        make_context_groups(self.view, self._runtime.job.args)
         start_streams(self._runtime.job.args, self._runtime.epoch)
 
     def train(self, schedule: Schedule, call: dict[str, Any]) -> Losses:
@@ -290,19 +298,30 @@ class UniformState(ModeState):
             yield name
 
     def state_dict(self, call: partial[dict[str, Any]]) -> dict[str, Any]:
-        if self._has_own_experts:
+        # Where groups differ in size, so would what workers' arguments say of it.
+        if self._has_own_experts and not self._view.plan.context_groups:
             return call()
         own = copy.copy(self._runtime.job.args)
         vars(own).update(self._runtime.setup.sizes.own(self._runtime.job.args))
         return {**call(), "args": own}
 
 
-def averaging_of(runtime: Runtime, replicas: int) -> Averaging:
-    """`replicas`: by which Megatron divides sums of gradients. Those that share sequences count as one: Megatron
-    divides by all of them, and each divides its losses by its own tokens, of which there are so many fewer."""
+def _shared_averaging(view: UniformView) -> tuple[float, float]:
+    """As of `averaging_of`, where replicas may share sequences. Those that do count as one: Megatron divides by all of
+    them, and each divides its losses by its own tokens, of which there are so many fewer. Where groups differ, that is
+    so for the largest ones, and others make up for it."""
+    plan = view.plan
+    if not plan.context_groups:
+        return data_parallel_of(plan), 1.0
+    own = len(shared_with(plan, view.replica)) if view.works else plan.context_parallel
+    return len(plan.replicas) / plan.context_parallel, plan.context_parallel / own
+
+
+def averaging_of(runtime: Runtime, replicas: float, weight: float = 1.0) -> Averaging:
+    """`replicas`: by which Megatron divides sums of gradients. `weight`: of this worker's losses."""
     args = runtime.job.args
     whole = args.global_batch_size // args.micro_batch_size
     # Sums that are 16 bits wide must not grow with the micro-batches that a replica gets in a dead one's place.
     half_sums = args.fp16 and not args.accumulate_allreduce_grads_in_fp32
     first = replicas if half_sums else runtime.job.own.data_parallel
-    return Averaging(args.calculate_per_token_loss, whole, first, replicas)
+    return Averaging(args.calculate_per_token_loss, whole, first, replicas, weight)

@@ -22,7 +22,7 @@ from megatron_resihp.integration.patches import documents
 from megatron_resihp.integration.probes.probes import Probes
 from megatron_resihp.integration.probes.steps_in_turns import tensors, wrap_combined_step
 from megatron_resihp.integration.runtime import Runtime
-from megatron_resihp.plan.parallel_plan import sharing_of
+from megatron_resihp.plan.parallel_plan import shared_with, sharing_of
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 COMBINED = "megatron.core.pipeline_parallel.combined_1f1b"
@@ -204,7 +204,7 @@ def _workload(runtime: Runtime, before: torch.Tensor | None) -> Any:
     if documents.are_packed(args) or args.sft:
         return None  # this stage's forward step does not say
     # Of its tokens this worker has a part, which attend to all of the sequence.
-    tokens = args.micro_batch_size * args.seq_length / runtime.view.plan.context_parallel
+    tokens = args.micro_batch_size * args.seq_length / len(shared_with(runtime.view.plan, runtime.view.replica))
     return tokens, tokens * args.seq_length
 
 

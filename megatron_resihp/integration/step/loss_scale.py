@@ -32,12 +32,15 @@ class Averaging:
         micro_batches: of the global batch.
         first_replicas: by whose number a scaled loss is multiplied: those of the job's own layout, or the plan's.
         replicas: by which Megatron divides sums of gradients; 1 where it doesn't.
+        weight: by what this worker's losses are multiplied, beside all workers': above 1 where fewer replicas share its
+            sequences than others', since each divides its losses by its own tokens.
     """
 
     per_token: bool
     micro_batches: int
-    first_replicas: int
-    replicas: int
+    first_replicas: float
+    replicas: float
+    weight: float = 1.0
 
 
 def scales_losses(optimizer: Any) -> bool:
@@ -79,7 +82,7 @@ def factor_of_losses(averaging: Averaging, optimizer: Any, micro_batches: int) -
     if averaging.per_token:
         return 1.0
     replicas = averaging.first_replicas if scales_losses(optimizer) else averaging.replicas
-    return micro_batches * replicas / averaging.micro_batches
+    return micro_batches * replicas / averaging.micro_batches * averaging.weight
 
 
 @contextmanager

@@ -284,6 +284,7 @@ def _add_losses(runtime: Runtime, values: torch.Tensor) -> None:
         reported = torch.stack([losses[name].view(-1).double() for losses in runtime.progress.losses]).sum(dim=0).cpu()
         if reported.numel() == 1:  # a user's loss function may report a mean instead of (sum, tokens)
             reported = torch.tensor([float(reported), float(len(runtime.progress.losses))])
+            reported *= runtime.mode.averaging.weight
         values[LOSSES_FROM + 2 * slot : LOSSES_FROM + 2 * slot + 2] += reported
 
 

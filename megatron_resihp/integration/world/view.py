@@ -8,9 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_resihp.plan import ParallelPlan, data_parallel_of, even_share
-from megatron_resihp.plan.microbatches import filled_up
-from megatron_resihp.plan.parallel_plan import rounds_of
+from megatron_resihp.plan import ParallelPlan, data_parallel_of, deal, even_share
+from megatron_resihp.plan.microbatches import counts_by_size, filled_up
+from megatron_resihp.plan.parallel_plan import group_number, rounds_of, shared_with
 
 
 @dataclass(frozen=True)
@@ -132,13 +132,19 @@ class UniformView(View):
 
     def evaluation_share(self, count: int) -> Sequence[int]:
         """Which of `count` micro-batches this worker's replica evaluates; those that share sequences have the same."""
-        return even_share(count, data_parallel_of(self.plan), self.replica // self.plan.context_parallel)
+        return self._evaluates(count, self.replica)
 
     def evaluation_runs(self, count: int) -> int:
         """How many of `count` micro-batches this worker runs: as many as all that share experts with it."""
         first = self.replica - self.replica % self.plan.expert_parallel
-        most = len(even_share(count, data_parallel_of(self.plan), first // self.plan.context_parallel))
-        return max(most, self.fewest_micro_batches)
+        return max(len(self._evaluates(count, first)), self.fewest_micro_batches)
+
+    def _evaluates(self, count: int, replica: int) -> Sequence[int]:
+        """Which micro-batches of an evaluation are a replica's; larger groups have more, as in training."""
+        plan, group = self.plan, group_number(self.plan, replica)
+        if not plan.context_groups:
+            return even_share(count, data_parallel_of(plan), group)
+        return deal(counts_by_size(count, plan.context_groups, plan.grid.pipeline_parallel))[group]
 
     def evaluation_order(self, count: int) -> Sequence[int]:
         # Where the share is too small, a replica runs others, too, that count nothing (`modes.uniform`).
@@ -147,7 +153,7 @@ class UniformView(View):
 
     @property
     def feeds_first(self) -> bool:
-        return self.replica % self.plan.context_parallel == 0
+        return self.replica == shared_with(self.plan, self.replica).start
 
     @property
     def numbering(self) -> tuple[int, ...]:

@@ -37,9 +37,11 @@ def by_speed(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
     candidates, reasons = list[ParallelPlan](), [""]
     optional = set(plan.working) <= health.speed.keys()
     if optional:
-        own = plan.sharing
-        alike = health.speed.keys() == set(plan.members)
-        candidates.append(plan if alike else next_plan(plan.replicas, plan, health, cost, sharing=own))
+        same = plan
+        if health.speed.keys() != set(plan.members):
+            groups = plan.context_groups
+            same = next_plan(plan.replicas, plan, health, cost, sharing=plan.sharing, context_groups=groups)
+        candidates.append(same)
     tried = [sharing for sharing in cost.sharings if not sharing.uneven]
     try:
         plain = uniform(plan, health, cost)

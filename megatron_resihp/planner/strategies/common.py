@@ -182,6 +182,7 @@ def next_plan(
     cost: JobCost,
     migrations: tuple[Migration, ...] = (),
     sharing: Sharing = NOTHING_SHARED,
+    context_groups: tuple[int, ...] = (),
 ) -> ParallelPlan:
     """A plan of these replicas; all other live workers are standbys that keep the state they hold, or nothing.
 
@@ -190,7 +191,7 @@ def next_plan(
         plan: the plan in force, with layers.
         health, cost: as for a strategy.
         migrations: between the replicas.
-        sharing: of the replicas.
+        sharing, context_groups: of the replicas.
 
     Raises:
         NoPlanError: the plan breaks a rule of plans or does not fit in memory.
@@ -205,7 +206,7 @@ def next_plan(
     # With fewer holders, shares of a distributed optimizer are larger, so a standby may lack room for its old state.
     for kept in (standbys, dict.fromkeys(standbys)):
         try:
-            following = ParallelPlan(tuple(replicas), kept, migrations, uneven, *sharing)
+            following = ParallelPlan(tuple(replicas), kept, migrations, uneven, *sharing, context_groups)
             check_plan(following, cost.model, cost.training, cost.device.memory)
         except PlanError as error:
             reason = str(error)

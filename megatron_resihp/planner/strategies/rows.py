@@ -106,7 +106,7 @@ def rows_of(
 
 def _by_place(teams: Iterable[Team], plan: ParallelPlan, together: int) -> dict[tuple[int, int], list[Team]]:
     """Teams by stage, and by the row that they may form; rows of fewer replicas are parts of those in force."""
-    parts = sharing_of(plan) % together == 0
+    parts = sharing_of(plan) % together == 0 and not plan.context_groups
     found: dict[tuple[int, int], list[Team]] = defaultdict(list)
     for team in teams:
         found[team.stage, team.replica // together if parts else -1].append(team)

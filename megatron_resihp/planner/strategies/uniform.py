@@ -33,6 +33,7 @@ def uniform(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
         distributed_optimizer=cost.training.distributed_optimizer,
         sharings=cost.sharings,
         equal_rounds=cost.equal_rounds,
+        unlike_context=not cost.model.experts,
     )
     held = {worker: plan.coordinate_of(worker) for worker in health.live}
 
@@ -44,5 +45,4 @@ def uniform(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:
         check_plan(found, cost.model, cost.training, cost.device.memory)
 
     found = plan_with_room(shape, make, check)
-    sharing = found.sharing
-    return next_plan(found.replicas, plan, health, cost, sharing=sharing)
+    return next_plan(found.replicas, plan, health, cost, sharing=found.sharing, context_groups=found.context_groups)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 Plan = Mapping[str, Any]
@@ -27,11 +28,12 @@ def standbys(plan: Plan) -> set[int]:
 
 
 def describe(plan: Plan) -> str:
-    """For example "DP2 PP2 TP2", "DP2 CP2 PP2 TP2" where two replicas share each sequence, "DP4 EP2 PP2 TP2" where two
-    of four share experts, "DP3 EP3 (3 or 2 experts each) PP1 TP1" where these are dealt in unequal numbers, or
-    "DP3: 2x PP2 TP2, 1x PP2 TP2/1" where replicas differ."""
-    shapes, context = Counter(_replica(replica["stages"]) for replica in plan["replicas"]), _context(plan)
-    groups = f"DP{len(plan['replicas']) // context}" + (f" CP{context}" if context > 1 else "")
+    """For example "DP2 PP2 TP2", "DP2 CP2 PP2 TP2" where two replicas share each sequence, "DP2 CP2/1 PP2 TP2" where
+    two do and a third one has others for itself, "DP4 EP2 PP2 TP2" where two of four share experts, "DP3 EP3 (3 or 2
+    experts each) PP1 TP1" where these are dealt in unequal numbers, or "DP3: 2x PP2 TP2, 1x PP2 TP2/1" where replicas
+    differ."""
+    shapes, sizes = Counter(_replica(replica["stages"]) for replica in plan["replicas"]), _context(plan)
+    groups = f"DP{len(sizes)}" + (f" CP{_counted_down(sizes)}" if max(sizes) > 1 else "")
     groups += f" EP{_experts(plan)}{_dealt(plan)}" if _experts(plan) > 1 else ""
     return f"{groups}{' ' if len(shapes) == 1 else ': '}{_counted(shapes)}"
 
@@ -52,7 +54,8 @@ def micro_batches(plan: Plan) -> str:
     """Micro-batches of each replica, or of each group that shares sequences, "5+3"; for many the number with each,
     "6x 4, 2x 3"; and the number of micro-batches that another replica runs in part, "4+4, 1 shared".
     """
-    counts = [len(replica.get("micro_batches") or ()) for replica in plan["replicas"][:: _context(plan)]]
+    ends = accumulate(_context(plan))
+    counts = [len(plan["replicas"][end - 1].get("micro_batches") or ()) for end in ends]
     own = "+".join(map(str, counts)) if len(counts) <= FEW else _counted(Counter(map(str, counts)))
     shared = {micro_batch for micro_batch, *_ in plan.get("migrations") or ()}
     return f"{own}, {len(shared)} shared" if shared else own
@@ -70,9 +73,15 @@ def _work(plan: Plan) -> list[Any]:
     return [of_replicas, plan.get("migrations"), _context(plan), _experts(plan)]
 
 
-def _context(plan: Plan) -> int:
-    """How many replicas share each sequence."""
-    return int(plan.get("context_parallel", 1))
+def _context(plan: Plan) -> list[int]:
+    """How many replicas share each sequence, group by group."""
+    degree = int(plan.get("context_parallel", 1))
+    return list(plan.get("context_groups") or [degree] * (len(plan["replicas"]) // degree))
+
+
+def _counted_down(sizes: Sequence[int]) -> str:
+    """The sizes of groups, "4", or "4/2" where they differ."""
+    return "/".join(map(str, sorted(set(sizes), reverse=True)))
 
 
 def _experts(plan: Plan) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import ClassVar
@@ -28,7 +29,7 @@ from megatron_resihp.plan import (
     even_share,
     spelled_out,
 )
-from megatron_resihp.plan.parallel_plan import rounds_of
+from megatron_resihp.plan.parallel_plan import meeting_groups, rounds_of, shared_with
 from megatron_resihp.plan.replica import Kept
 from megatron_resihp.plan.spelling import coordinate_at
 
@@ -279,6 +280,43 @@ class TestSharedSequences:
     def test_what_they_must_have_in_common(self, replicas: tuple[Replica, ...], degree: int, reason: str) -> None:
         with pytest.raises(PlanError, match=reason):
             ParallelPlan(replicas, {}, context_parallel=degree)
+
+
+class TestSequencesSharedByUnlikeNumbers:
+    REPLICAS: ClassVar = tuple(Replica(((2 * r,), (2 * r + 1,)), hand) for r, hand in enumerate([(0, 1), (0, 1), (2,)]))
+    PLAN: ClassVar = ParallelPlan(REPLICAS, {6: Coordinate(1, 0)}, context_parallel=2, context_groups=(2, 1))
+
+    def test_json_and_words(self) -> None:
+        again = ParallelPlan.from_dict(json.loads(json.dumps(self.PLAN.to_dict())))
+        alone = ParallelPlan(tuple(Replica(each.stages, (r,)) for r, each in enumerate(self.REPLICAS)))
+        assert again == self.PLAN and pickle.loads(pickle.dumps(again)) == self.PLAN
+        assert "context_groups" not in alone.to_dict(), "plans without them keep their digests"
+        assert "context-parallel degree 1 → 2+1" in differences(alone, self.PLAN)
+        assert self.PLAN.digest != alone.digest
+
+    def test_groups_in_order_of_replicas(self) -> None:
+        assert self.PLAN.sharing_sequences == meeting_groups(self.PLAN) == (range(2), range(2, 3))
+        assert [shared_with(self.PLAN, replica) for replica in range(3)] == [range(2), range(2), range(2, 3)]
+        assert (self.PLAN.micro_batch_count, data_parallel_of(self.PLAN), self.PLAN.not_uniform) == (3, 2, None)
+
+    def test_megatron_numbers_them_as_replicas_that_share_nothing(self) -> None:
+        assert self.PLAN.grid.rank_order() == (0, 2, 4, 1, 3, 5)
+        assert self.PLAN.grid.rank_order(pipeline_last=False) == (0, 1, 2, 3, 4, 5)
+
+    @pytest.mark.parametrize(
+        ("groups", "others", "reason"),
+        [
+            ((2, 2), {}, "context_groups are of 4 replicas, and the plan has 3"),
+            ((3, 0), {}, "context_groups are whole numbers >= 1, got (3, 0)"),
+            ((1, 1, 1), {}, "each sequence is shared by 1 replicas: leave context_groups out"),
+            ((2, 1), {"context_parallel": 3}, "must be the largest of context_groups, 2, not 3"),
+            ((1, 2), {}, "replicas 1 to 2 share sequences and must have the same micro-batches"),
+            ((2, 1), {"expert_parallel": 3}, "that share experts must share sequences in groups of one size"),
+        ],
+    )  # fmt: skip
+    def test_what_is_no_group(self, groups: tuple[int, ...], others: dict[str, int], reason: str) -> None:
+        with pytest.raises(PlanError, match=re.escape(reason)):
+            ParallelPlan(self.REPLICAS, **{"context_parallel": 2, "context_groups": groups, **others})
 
 
 class TestSharedExperts:

@@ -86,7 +86,7 @@ def shape_of(job: JobDescription, workers_per_node: int) -> JobShape:
     return JobShape(
         job.tensor_parallel, job.pipeline_parallel, job.micro_batches, workers_per_node, job.micro_batch_group,
         job.distributed_optimizer, job.spread_replicas, sharings_of(job),
-        bool(job.equal_rounds), job.expert_copies,
+        bool(job.equal_rounds), job.expert_copies, unlike_context=not (job.keeps_context or job.experts),
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from megatron_resihp.control.replanning.recovery.inventory import Held, Survivor
 from megatron_resihp.events.event import Event
 from megatron_resihp.events.replanning import Planned
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, Schedule, deal, spelled_out
+from megatron_resihp.plan.parallel_plan import group_number
 from megatron_resihp.plan.slots import renamed, slot_of, workers_in_slots
 from megatron_resihp.plan.spelling import trimmed
 from megatron_resihp.planner import JobShape, NoPlanError
@@ -179,17 +180,18 @@ def dealt_anew(plan: ParallelPlan, micro_batches: int) -> ParallelPlan:
     Raises:
         PlanError: the replicas' pipelines can't run as many.
     """
-    before, context = plan.micro_batch_count, plan.context_parallel
+    before = plan.micro_batch_count
     if before == micro_batches:
         return plan
-    shares = [Fraction(len(each.micro_batches) * micro_batches, before) for each in plan.replicas[::context]]
+    sharing = [plan.replicas[group.start] for group in plan.sharing_sequences]
+    shares = [Fraction(len(each.micro_batches) * micro_batches, before) for each in sharing]
     counts = [int(share) for share in shares]
     by_rest = sorted(range(len(shares)), key=lambda number: counts[number] - shares[number])
     for number in by_rest[: micro_batches - sum(counts)]:
         counts[number] += 1
     hands = deal(counts)
     replicas = tuple(
-        replace(each, micro_batches=hands[number // context], schedule=_without_orders(each.schedule))
+        replace(each, micro_batches=hands[group_number(plan, number)], schedule=_without_orders(each.schedule))
         for number, each in enumerate(plan.replicas)
     )
     return replace(plan, replicas=replicas, migrations=())

@@ -271,6 +271,31 @@ class TestSharedSequences:
         plan, _ = uniform_plan(self.survivors(0, 1, 2, device_memory=2**30))
         assert (plan.context_parallel, len(plan.replicas)) == (1, 3)
 
+    def test_unlike_numbers_share_them_where_that_is_faster_still(self) -> None:
+        """Two share three of four, and one has the fourth alone; a batch of twice the size is dealt likewise."""
+        survivors = self.survivors(0, 1, 2, device_memory=2**30)
+        four = replace(survivors, shape=replace(self.SHAPE, micro_batches=4, unlike_context=True))
+        plan, _ = uniform_plan(four)
+        assert (plan.context_groups, plan.micro_batch_count) == ((2, 1), 4)
+        larger = dealt_anew(plan, 8)
+        assert [len(each.micro_batches) for each in larger.replicas] == [6, 6, 2]
+        assert larger.micro_batch_count == 8 and larger.context_groups == (2, 1)
+
+    @pytest.mark.parametrize(
+        ("job", "reason"),
+        [
+            ({}, None),
+            ({"experts": 4}, "groups of one size in a job with --num-experts"),
+            ({"keeps_context": "sinkhorn"}, "2 replicas must share each sequence, not 2 or 1: sinkhorn"),
+            ({"seq_length": 30}, "2 replicas can't share the 30 tokens"),
+        ],
+    )
+    def test_where_unlike_numbers_can_share_them(self, job: dict[str, Any], reason: str | None) -> None:
+        replicas = tuple(Replica(((w,),), hand) for w, hand in enumerate([(0, 1), (0, 1), (2,)]))
+        plan = ParallelPlan(replicas, context_parallel=2, context_groups=(2, 1))
+        with nullcontext() if reason is None else pytest.raises(PlanError, match=reason):
+            mode_of(plan).check_ops(plan, self.OWN, self.survivors(0, **job).job)
+
     def test_they_go_on_sharing_where_whole_sequences_exceed_memory(self) -> None:
         survivors = self.survivors(0, 1, 2, memory_reserve=0.0)
         shared, alone = (

@@ -38,6 +38,16 @@ def test_replicas_that_share_sequences_count_as_one() -> None:
     assert layout.links.tolist() == [[0, 2], [1, 3], [4, 6], [5, 7]]
 
 
+def test_groups_of_unlike_sizes_are_not_compared_with_each_other() -> None:
+    """An op takes the shorter the more share its sequence."""
+    replicas = (Replica(((0,), (1,)), (0,)), Replica(((2,), (3,)), (0,)), Replica(((4,), (5,)), (1,)))
+    plan = ParallelPlan(replicas, {}, context_parallel=2, context_groups=(2, 1))
+    layout = layout_of(plan, 0, dict.fromkeys(range(6), 0))
+    assert layout.replica.tolist() == [0, 0, 0, 0, 1, 1] and layout.tp_rank.tolist() == [0, 0, 1, 1, 0, 0]
+    assert layout.stage.tolist() == [0, 1, 0, 1, 2, 3] and not layout.native
+    assert layout.links.tolist() == [[0, 1], [2, 3], [4, 5]]
+
+
 def test_replicas_that_share_experts_count_as_one() -> None:
     replicas = tuple(Replica(((worker,),), (worker,)) for worker in range(4))
     layout = layout_of(ParallelPlan(replicas, {}, expert_parallel=2), 0, dict.fromkeys(range(4), 0))

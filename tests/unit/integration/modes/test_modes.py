@@ -97,6 +97,16 @@ def test_megatron_divides_its_own_sums_of_gradients_by_the_replicas_and_no_other
     assert averages == [Averaging(False, 3, 3, 3), Averaging(False, 3, 3, 1)]
 
 
+def test_each_worker_divides_its_losses_by_its_own_tokens() -> None:
+    """Who shares its sequences with fewer has more of them, so its losses count for as much more."""
+    hands = ((0, 1), (0, 1), (2,))
+    replicas = tuple(Replica(((w,),), hand) for w, hand in enumerate(hands))
+    plan = ParallelPlan(replicas, {3: None}, context_parallel=2, context_groups=(2, 1))
+    averages = [mode(plan, job(worker)).averaging for worker in range(4)]
+    assert [each.weight for each in averages] == [1, 1, 2, 1]
+    assert {(each.micro_batches, each.first_replicas, each.replicas) for each in averages} == {(3, 3, 1.5)}
+
+
 def test_losses_are_multiplied_as_in_the_first_plan_unless_sums_overflow_too() -> None:
     two_replicas = ParallelPlan((Replica(((0,),), (0, 1)), Replica(((1,),), (2,))), {2: None})
     averages = []

@@ -14,6 +14,7 @@ pytest.importorskip("megatron.core")
 
 from megatron_resihp.integration.modes.heterogeneous import HeterogeneousMode
 from megatron_resihp.integration.patches.replica_checks import wrap_check_param_hashes, wrap_run_realtime_tests
+from megatron_resihp.plan import ParallelPlan, Replica, deal
 
 
 @pytest.mark.parametrize(
@@ -22,10 +23,10 @@ from megatron_resihp.integration.patches.replica_checks import wrap_check_param_
 def test_only_replicas_with_as_many_micro_batches_ask_each_other(
     shares: Sequence[int], evaluated: int, asks: bool
 ) -> None:
-    replicas = [SimpleNamespace(micro_batches=range(share)) for share in shares]
+    replicas = tuple(Replica(((number,),), hand) for number, hand in enumerate(deal(shares)))
     runtime: Any = SimpleNamespace(
         job=SimpleNamespace(args=SimpleNamespace(eval_global_batch_size=evaluated, eval_micro_batch_size=1)),
-        view=SimpleNamespace(plan=SimpleNamespace(replicas=replicas, context_parallel=1)),
+        view=SimpleNamespace(plan=ParallelPlan(replicas)),
     )
     asked: list[Any] = []
     wrap_run_realtime_tests(runtime, asked.append)("attention")

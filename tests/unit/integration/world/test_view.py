@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What workers are under a uniform plan whose replicas share experts."""
+"""What workers are under a uniform plan whose replicas share experts, or sequences."""
 
 from __future__ import annotations
 
@@ -35,3 +35,15 @@ def test_who_has_fewer_micro_batches_runs_its_last_one_again_and_counts_it_once(
     assert [view.counted for view in views] == list(shares)
     assert [[view.counts(number) for number in range(3)] for view in views[:2]] == [[True, True, False], [True] * 3]
     assert [view.op_numbers for view in views] == [(1, 4, 6), (1, 4, 6), (2,), (2,)]
+
+
+def test_groups_of_unlike_sizes_evaluate_as_much_as_they_are_large() -> None:
+    hands = ((0, 1, 2), (0, 1, 2), (3,))
+    replicas = tuple(Replica(((w,),), hand) for w, hand in enumerate(hands))
+    plan = ParallelPlan(replicas, context_parallel=2, context_groups=(2, 1))
+    views = [UniformView(plan, worker, pipeline_last=True) for worker in range(3)]
+    assert [list(view.evaluation_share(6)) for view in views] == [[0, 2, 4, 5], [0, 2, 4, 5], [1, 3]]
+    assert [view.evaluation_runs(6) for view in views] == [4, 4, 2]
+    assert [list(view.evaluation_share(1)) for view in views] == [[0], [0], []]
+    assert [view.evaluation_runs(1) for view in views] == [1, 1, 1]
+    assert [view.feeds_first for view in views] == [True, False, True]

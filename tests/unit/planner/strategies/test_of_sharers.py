@@ -137,7 +137,7 @@ class TestUniform:
     def test_so_do_sequences(self) -> None:
         plan, cost = of(sizes(1, 2, 4, context=4))
         found = UNIFORM(plan, well(plan, 5), cost)
-        assert (len(found.replicas), found.context_parallel) == (3, 1)
+        assert (len(found.replicas), found.context_groups) == (3, (2, 1))
 
     def test_of_an_interleaved_job_as_many_work_as_get_a_micro_batch_for_each_stage(self) -> None:
         plan, cost = interleaved(rounds=1)

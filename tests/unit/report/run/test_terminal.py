@@ -258,6 +258,8 @@ def test_shapes_of_unlike_replicas() -> None:
     assert describe({"replicas": [even, uneven, even]}) == "DP3: 2x PP2 TP2, 1x PP2 TP2/1"
     assert describe({"replicas": [uneven]}) == "DP1 PP2 TP2/1"
     assert describe({"replicas": [even] * 4, "context_parallel": 2}) == "DP2 CP2 PP2 TP2"
+    unlike = {"replicas": [even] * 7, "context_parallel": 4, "context_groups": [4, 2, 1]}
+    assert describe(unlike) == "DP3 CP4/2/1 PP2 TP2"
     assert describe({"replicas": [even] * 4, "expert_parallel": 2}) == "DP4 EP2 PP2 TP2"
     dealt = {"replicas": [even] * 3, "expert_parallel": 3, "uneven_experts": 8}
     assert describe(dealt) == "DP3 EP3 (3 or 2 experts each) PP2 TP2"
