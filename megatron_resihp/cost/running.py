@@ -23,6 +23,7 @@ from megatron_resihp.cost.room import usable
 from megatron_resihp.cost.training import Training, TrainingError, training_of_job
 from megatron_resihp.pipeline.op import OpKind
 from megatron_resihp.plan import Chunk, OwnSplit
+from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.protocol.planning import KnownJob
 
 _MEMORY: Final = 80 << 30
@@ -63,7 +64,12 @@ def cost_of_job(
     if len(model.layers) != own[-1].end:
         raise UnknownCost(f"the arguments give {len(model.layers)} layers, the job has {own[-1].end}")
     shared = job.sharings[0]
-    training = replace(training, expert_groups=job.tensor_parallel // (shared.members or job.tensor_parallel))
+    training = replace(
+        training,
+        expert_groups=job.tensor_parallel // (shared.members or job.tensor_parallel),
+        # The emulated device takes as long for any expert's tokens.
+        busiest_shares=() if job.emulated else job.busiest_shares,
+    )
     memory = usable(job.device_memory or _MEMORY, job.memory_reserve)
     host = job.host_memory or 0
     device, alone = Device(FLOPS, bandwidth=NETWORK_BANDWIDTH, memory=memory, host=host), None
@@ -74,7 +80,7 @@ def cost_of_job(
         measured = seconds_of(profile, model, training, workers)
     elif fitted is not None:
         exchanged = _exchanged(job, model, training, device, workers_per_node, 1 + max(each.stage for each in own))
-        alone = _fitted_seconds(fitted, model, training, own, job.tensor_parallel, shared.context, exchanged)
+        alone = _fitted_seconds(fitted, model, training, own, job.tensor_parallel, shared, exchanged)
     own_sums_s, rest_s = (0.0, 0.0) if fitted is None or alone is None else _outside(fitted)
     through_host = job.carrier == HOST and not job.emulated
     return JobCost(
@@ -110,7 +116,7 @@ def _profile(name: str) -> DeviceProfile:
 
 
 def _fitted_seconds(
-    fitted: CostModel, model: Model, training: Training, own: Sequence[Chunk], degree: int, context: int,
+    fitted: CostModel, model: Model, training: Training, own: Sequence[Chunk], degree: int, shared: Sharing,
     exchanged: Array,
 ) -> Array | None:  # fmt: skip
     """Seconds of F, B and W of each layer on a device alone, [3, layers]: each chunk's time, divided by FLOPs.
@@ -118,16 +124,16 @@ def _fitted_seconds(
     None if the fit is of other stages or chunks, or lacks some of them.
 
     Args:
-        context: how many replicas shared each sequence when the costs were learned: each did so small a part of a
-            micro-batch.
+        shared: how many replicas shared each sequence and each layer's experts when the costs were learned: each did
+            so small a part of a micro-batch, and waited for the one with the busiest experts.
         exchanged: how long they exchanged in each layer meanwhile, which was measured with the rest, [3, layers].
     """
     stages = 1 + max(chunk.stage for chunk in own)
     if fitted.ops.gamma.shape[0] != stages or fitted.ops.gamma.shape[2] * stages < len(own):
         return None
-    part = (np.full((stages, 1), whole / context) for whole in (training.tokens, training.squares))
+    part = (np.full((stages, 1), whole / shared.context) for whole in (training.tokens, training.squares))
     durations = fitted.durations(np.arange(stages), *part)[..., 0]
-    work = _work(model, training, degree)
+    work = _work(model, training.as_plans_say(shared.experts), degree)
     alone = np.zeros(work.shape)
     for number, (stage, first, end) in enumerate(own):
         of_chunk, measured = work[:, first:end], durations[stage, :, number // stages]
@@ -136,7 +142,7 @@ def _fitted_seconds(
             total, computed = of_chunk[kinds].sum(), seconds - min(exchanged[kinds, first:end].sum(), seconds / 2)
             if not (computed > 0 and total > 0):
                 return None
-            alone[kinds, first:end] = context * computed * of_chunk[kinds] / total
+            alone[kinds, first:end] = shared.context * computed * of_chunk[kinds] / total
     whole = _work(model, training, 1)
     share = np.divide(whole, work, out=np.ones_like(work), where=work > 0)
     return alone * share

@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any, Final
 
 from megatron_resihp.plan import OwnSplit, ParallelPlan
-from megatron_resihp.plan.experts import dealt_experts, most_experts
+from megatron_resihp.plan.experts import busiest_share, most_experts
 
 MASTER_AND_MOMENTS: Final = 12
 """Bytes of optimizer state per parameter with 16-bit weights: fp32 weight and Adam's two moments."""
@@ -48,6 +48,8 @@ class Training:
             ring while they attend to others.
         expert_parallel: number of workers that share routed experts.
         expert_loads: how many tokens each expert of a layer gets, in any unit; empty: all as many.
+        busiest_shares: what `busiest_share` was measured to be where 1, 2, … workers share experts; of more, or where
+            this is empty, it follows from `expert_loads`.
         expert_tensor_parallel: number of workers that share each expert; None means as many as share the other layers.
         expert_groups: groups of a stage's members that have other experts each, in a plan (its `expert_members`).
         splits_backward: whether weight gradients can be delayed. Only Megatron's own ("local") linear layers can. In
@@ -71,6 +73,7 @@ class Training:
     gathers_context: bool = False
     expert_parallel: int = 1
     expert_loads: tuple[float, ...] = ()
+    busiest_shares: tuple[float, ...] = ()
     expert_tensor_parallel: int | None = None
     expert_groups: int = 1
     splits_backward: bool = True
@@ -101,9 +104,9 @@ class Training:
     def busiest_share(self, experts: int) -> float:
         """Tokens of the worker whose experts get most of them, over the mean. `experts`: of a layer."""
         loads, degree = self.expert_loads or (1.0,) * experts, self.expert_parallel * self.expert_groups
-        if len(loads) < degree:
-            return 1.0
-        return max(sum(loads[own.start : own.stop]) for own in dealt_experts(len(loads), degree)) * degree / sum(loads)
+        if degree <= len(self.busiest_shares):
+            return self.busiest_shares[degree - 1]
+        return 1.0 if len(loads) < degree else busiest_share(loads, degree)
 
     def fullest_share(self, experts: int) -> Fraction:
         """The part of a layer's experts that the worker with most of them has. `experts`: of a layer."""

@@ -45,6 +45,7 @@ _ALL: Final[tuple[type[Event], ...]] = (
     injections.Drill,
     injections.DrillSet,
     injections.DrillRefused,
+    training.ExpertLoads,
     training.Emulation,
     training.OptimizerCopy,
     workers.Resources,

@@ -97,6 +97,18 @@ class OptimizerCopy(Event):
     step_s: Annotated[float, "seconds per step to take the owner's step, in the background"]
 
 
+@event("expert_loads", written_by="a worker")
+class ExpertLoads(Event):
+    """How unevenly experts were used in an iteration. Told when it has changed."""
+
+    iteration: Annotated[int, "in which tokens were counted"]
+    busiest_shares: Annotated[
+        tuple[float, ...],
+        "tokens of the busiest of 1, 2, … workers that share each layer's experts, over their mean; on average over "
+        "layers",
+    ]
+
+
 @event("emulation", written_by="each worker")
 class Emulation(Event):
     """How well the emulated clock was kept, at the end of training."""

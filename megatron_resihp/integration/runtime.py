@@ -24,6 +24,7 @@ from megatron_resihp.integration.probes.scheduled import Scheduled
 from megatron_resihp.integration.progress import Calls, Orders, Progress, Tally
 from megatron_resihp.integration.saves.pending import Saves
 from megatron_resihp.integration.setup import MegatronSetup
+from megatron_resihp.integration.step.expert_loads import LoadCounter
 from megatron_resihp.integration.world.view import View
 from megatron_resihp.protocol.notices import PlanChange
 
@@ -43,6 +44,7 @@ class Runtime:
         feeds: its data loaders.
         progress, tally, calls, orders: how far it is, what Megatron's log is about to say, which of pretrain's calls
             it is in, and what comes after this step.
+        loads: what counts the tokens of a mixture's experts.
         saves: checkpoints that are written while training goes on.
         recovery: what the last recovery took.
         probes, pads: what measures its iterations, and what makes them longer.
@@ -68,6 +70,7 @@ class Runtime:
         self.tally = Tally()
         self.calls = Calls()
         self.orders = Orders()
+        self.loads = LoadCounter(job.args.num_layers, job.args.num_experts or 0, job.args.expert_model_parallel_size)
         self.saves = Saves(job.args)
         self.recovery = RecoveryNotes()
         self.probes = Probes(control.worker, make_clock, send, RunDelay())

@@ -4,6 +4,7 @@
 Imports the standard library and this package's modules.
 """
 
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from megatron_resihp.plan.microbatches import even_counts
@@ -25,6 +26,15 @@ def dealt_experts(experts: int, sharers: int) -> tuple[range, ...]:
 def most_experts(experts: int, sharers: int) -> int:
     """How many experts the sharer with most of them has."""
     return -(-experts // sharers)
+
+
+def busiest_share(loads: Sequence[float], sharers: int) -> float:
+    """Tokens of the sharer whose experts get most of them, over the mean. `loads`: tokens of each expert, not all 0.
+
+    Raises:
+        ValueError: a sharer would have no expert.
+    """
+    return max(sum(loads[own.start : own.stop]) for own in dealt_experts(len(loads), sharers)) * sharers / sum(loads)
 
 
 def slots_of(experts: int, sharers: int) -> tuple[int, ...]:

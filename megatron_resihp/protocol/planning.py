@@ -43,6 +43,7 @@ class KnownJob:
         sharings: how many replicas may share each sequence and each layer's experts, the job's own numbers first.
         equal_rounds: those that share experts must have equally many micro-batches.
         pipeline_last: Megatron's default order of ranks.
+        busiest_shares: see `Training`; empty: not measured yet, or there are no experts.
     """
 
     tensor_parallel: Degree
@@ -56,6 +57,7 @@ class KnownJob:
     sharings: tuple[Sharers, ...] = (Sharing(),)
     equal_rounds: bool = False
     pipeline_last: bool = True
+    busiest_shares: tuple[Finite, ...] = ()
 
     @property
     def shares(self) -> bool:

@@ -108,6 +108,20 @@ def test_a_death_where_tokens_go_to_experts_and_back(jobs: Jobs, point: str, lay
     assert degrees(job) == [(2, 4), (1, 3), (2, 2)]
 
 
+def test_loads_of_experts_are_the_same_under_any_plan(jobs: Jobs) -> None:
+    """The death leaves three workers with all experts, which route the tokens that four would have routed. The token
+    that a router is as sure of another expert for may go there."""
+    whole, broken = (jobs.run(tiny(**SHARED, resihp_inject=deaths), workers=WORKERS) for deaths in (None, "kill:1@1"))
+    assert degrees(broken) == [(2, 4), (1, 3)]
+    for job in (whole, broken):
+        assert [event["iteration"] for event in job.events("expert_loads")] == [2]
+    (whole_loads,), (broken_loads,) = (
+        (e["busiest_shares"] for e in job.events("expert_loads")) for job in (whole, broken)
+    )
+    assert whole_loads == pytest.approx(broken_loads, abs=0.01)
+    assert whole_loads[0] == 1.0 and 1.0 < whole_loads[1] < 2.0
+
+
 def test_positions_that_begin_anew_with_each_document(jobs: Jobs) -> None:
     anew: dict[str, Any] = {"position_embedding_type": "learned_absolute", "reset_position_ids": True}
     job = like_stock(jobs, "kill:1@3:dispatch", layout=SHARED | anew)

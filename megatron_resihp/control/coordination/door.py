@@ -26,6 +26,7 @@ from megatron_resihp.events.training import (
     Digest,
     EmergencyCheckpoint,
     Emulation,
+    ExpertLoads,
     Iteration,
     OptimizerCopy,
     Samples,
@@ -74,8 +75,8 @@ Heard = WordOfWorker | WordOfAgent | WordOfCommand | SlowdownRequest | Reported
 _MOST: Final = 1 << 63
 """Numbers of a job are below this."""
 _OF_WORKERS: Final = (
-    Iteration, Samples, WorkerStarted, Phase, FirstStep, Drill, Emulation, OptimizerCopy, Resources,
-    Digest, Checkpoint, EmergencyCheckpoint, Validation, UnknownEvent,
+    Iteration, Samples, WorkerStarted, Phase, FirstStep, Drill, ExpertLoads, Emulation, OptimizerCopy,
+    Resources, Digest, Checkpoint, EmergencyCheckpoint, Validation, UnknownEvent,
 )  # fmt: skip
 """Events that workers write; those of a later version are only written down."""
 

@@ -11,6 +11,7 @@ from megatron_resihp.config import HOST, MEMORY_RESERVE, UNIFORM
 from megatron_resihp.events.epochs import EpochStarted
 from megatron_resihp.events.event import Event
 from megatron_resihp.events.job import BatchGrown, Job, Model
+from megatron_resihp.events.training import ExpertLoads
 from megatron_resihp.events.workers import NodeLeft, WorkerDead, WorkersLeft, WorkerWaiting
 from megatron_resihp.plan import Chunk, ParallelPlan
 from megatron_resihp.plan.rules import Sharing
@@ -34,6 +35,7 @@ class JobFacts:
         self.dead: set[int] = set()
         self._arguments: Mapping[str, Any] | None = None
         """Megatron's, from which the model follows."""
+        self._busiest_shares: tuple[float, ...] = ()
 
     def note(self, event: Event) -> None:
         """Take an event in."""
@@ -45,6 +47,8 @@ class JobFacts:
                 self.job = replace(self.job, global_batch_size=samples, micro_batches=count)
             case Model():
                 self._arguments = event.arguments
+            case ExpertLoads():
+                self._busiest_shares = event.busiest_shares
             case EpochStarted():
                 self.plan = ParallelPlan.from_dict(event.plan)
                 self.joining.difference_update(self.plan.members)
@@ -81,5 +85,6 @@ class JobFacts:
         known = KnownJob(
             job.tensor_parallel, job.micro_batches, arguments, job.emulated, job.device_memory, reserve,
             job.carrier or HOST, job.host_memory, self.sharings, bool(job.equal_rounds), job.pipeline_last is not False,
+            self._busiest_shares,
         )  # fmt: skip
         return known, tuple(Chunk(*chunk) for chunk in job.chunks)

@@ -23,7 +23,7 @@ from megatron_resihp.events.epochs import EpochBroken, EpochStarted
 from megatron_resihp.events.event import Event
 from megatron_resihp.events.job import Job
 from megatron_resihp.events.replanning import PlanChange
-from megatron_resihp.events.training import Iteration
+from megatron_resihp.events.training import ExpertLoads, Iteration
 from megatron_resihp.plan import Chunk, ParallelPlan, spelled_out
 from megatron_resihp.plan.copies import NodeOf
 from megatron_resihp.plan.slots import node_of
@@ -138,6 +138,8 @@ class PrecomputedPlans:
             case Verdict():
                 self._answers = {}
                 self._begin()
+            case ExpertLoads():
+                self._begin()
             case Iteration() if event.epoch == self._epoch and not (self._trains and learned == self._learned):
                 self._trains, self._learned = True, learned
                 self._begin()
@@ -171,5 +173,5 @@ class PrecomputedPlans:
 
 def _key(request: PlannerRequest) -> str:
     """A plan is as good whatever had been learned of costs when it was made."""
-    asked = encode(replace(request, cost_model=None))
+    asked = encode(replace(request, cost_model=None, job=replace(request.job, busiest_shares=())))
     return sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()

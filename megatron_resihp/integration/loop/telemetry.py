@@ -19,12 +19,13 @@ def report_iteration(runtime: Runtime) -> None:
     iteration, now = runtime.progress.iteration, time.monotonic()
     outcome = runtime.progress.outcomes[iteration]
     if runtime.view.reports:
-        runtime.control.event_behind(Iteration(
+        took = Iteration(
             iteration=iteration, agreed_epoch=outcome.epoch, loss=outcome.means,
             grad_norm=outcome.grad_norm, skipped=outcome.skipped, loss_scale=_scale(runtime),
             samples=runtime.job.args.global_batch_size, ends=outcome.stop or None,
             duration_s=None if runtime.recovery.last_step_at is None else now - runtime.recovery.last_step_at,
-        ))  # fmt: skip
+        )  # fmt: skip
+        runtime.control.event_behind(took, *runtime.loads.news(iteration))
     runtime.recovery.last_step_at = now
     if runtime.recovery.since is not None:
         runtime.control.event(FirstStep(

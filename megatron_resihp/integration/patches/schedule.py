@@ -47,6 +47,7 @@ def _run(runtime: Runtime, schedule: Schedule, **kwargs: Any) -> list[dict[str, 
         with _micro_batches_of_evaluations(runtime.job.args):
             return runtime.mode.evaluate(schedule, kwargs) or NOTHING_REPORTED
     begin_counting(runtime.held.live.model)
+    runtime.loads.begin(runtime.held.live.model, runtime.progress.iteration)
     forget_logits(runtime)
     # Also where Megatron runs an iteration again to explain a result.
     prediction_metrics.forget()

@@ -167,12 +167,14 @@ def agree(runtime: Runtime, norm_squared: float, zeros: int = 0) -> Outcome:
     norm, stop = None if skipped else math.sqrt(float(values[0])), bool(values[1] > 0)
     save = _to_save(runtime, values)
     predictions_from = EXPERTS_FROM + _width_of_experts(runtime)
+    loads_from = _loads_from(runtime)
+    runtime.loads.agreed(values[loads_from:])
     counted = runtime.job.args.log_num_zeros_in_grad and not skipped
     counted_zeros = round(float(values[ZEROS])) if counted else None
     return Outcome(
         runtime.epoch, norm, losses, runtime.progress.loss_names, stop, skipped,
         tuple(values[EXPERTS_FROM:predictions_from].tolist()), save, counted_zeros,
-        tuple(values[predictions_from:].tolist()), logged_maximum(runtime),
+        tuple(values[predictions_from:loads_from].tolist()), logged_maximum(runtime),
     )  # fmt: skip
 
 
@@ -192,7 +194,8 @@ def _brought(
     """What this worker adds to the reduction."""
     args = runtime.job.args
     depths, predictions_from = args.mtp_num_layers, EXPERTS_FROM + _width_of_experts(runtime)
-    values = torch.zeros(predictions_from + prediction_metrics.width(depths), dtype=torch.float64)
+    loads_from = _loads_from(runtime)
+    values = torch.zeros(loads_from + runtime.loads.width(runtime.progress.iteration), dtype=torch.float64)
     values[0] = norm_squared
     values[1] = 1.0 if runtime.control.heard.stop_signal or is_time_up(runtime) else 0.0
     values[VALIDATION] = _number(validation)
@@ -210,10 +213,12 @@ def _brought(
     if runtime.progress.losses and runtime.view.is_last_stage and runtime.view.tp_rank == 0:
         _add_losses(runtime, values)
         if depths:
-            values[predictions_from:] = torch.tensor(prediction_metrics.recorded(depths))
+            values[predictions_from:loads_from] = torch.tensor(prediction_metrics.recorded(depths))
     if args.num_experts:
         sharers = mpu.get_tensor_model_parallel_world_size() * runtime.view.plan.context_parallel
         values[EXPERTS_FROM:predictions_from] = torch.tensor(expert_metrics.recorded(sharers, _logged_layers(args)))
+    if values[loads_from:].numel():
+        values[loads_from:] = runtime.loads.counted()
     if runtime.mode.seen_documents is not None:
         values[DOCUMENTS_FROM:EXPERTS_FROM] = runtime.mode.seen_documents
     return values
@@ -222,6 +227,11 @@ def _brought(
 def _width_of_experts(runtime: Runtime) -> int:
     args = runtime.job.args
     return expert_metrics.width(_logged_layers(args)) if args.num_experts else 0
+
+
+def _loads_from(runtime: Runtime) -> int:
+    """Where counts of experts' tokens begin, last of all, in an iteration that has them."""
+    return EXPERTS_FROM + _width_of_experts(runtime) + prediction_metrics.width(runtime.job.args.mtp_num_layers)
 
 
 def _logged_layers(args: argparse.Namespace) -> int:

@@ -166,6 +166,24 @@ def test_what_was_measured_goes_before_the_peak() -> None:
     assert cost.seconds(1)[F, 1] > 1.5 * seconds[F, 1]
 
 
+def test_those_that_share_experts_have_measured_the_busiest_of_them() -> None:
+    """Experts take 2/3 of a layer. Two shared them, and the busiest had half as much again as the mean."""
+    experts = {"num_experts": 8, "moe_router_topk": 1, "sequence_parallel": True}
+    job = replace(JOB, arguments=MODEL | experts, sharings=(Sharing(1, 2), Sharing()))
+    even, uneven = (
+        cost_of_job(replace(job, busiest_shares=shares), 8, 8, OWN, fitted((0.3,), (0.5,)))
+        for shares in ((), (1.0, 1.5))
+    )
+    measured, all_experts = (uneven.shared(1, sharers).seconds(2)[F, :3].sum() for sharers in (2, 1))
+    assert measured == pytest.approx(0.3, rel=1e-3) == even.seconds(2)[F, :3].sum()
+    assert all_experts < 0.9 * measured
+
+
+def test_the_emulated_device_takes_all_experts_to_be_used_alike() -> None:
+    job = replace(JOB, emulated="a100", arguments=MODEL | {"num_experts": 8}, busiest_shares=(1.0, 1.5))
+    assert cost_of_job(job, 4, 4, OWN, None).training.busiest_share(8) == 1.0
+
+
 def test_those_that_share_sequences_have_measured_their_parts() -> None:
     shared = replace(JOB, sharings=(Sharing(2), Sharing()))
     cost = cost_of_job(shared, 8, 8, OWN, fitted((0.3,), (0.5,), of_tokens=0.5))

@@ -93,6 +93,11 @@ class TestLoads:
         training = replace(TRAINING, expert_parallel=2, expert_groups=2, expert_loads=self.LOADS)
         assert training.busiest_share(8) == pytest.approx(6 / 4)
 
+    def test_what_was_measured_goes_before(self) -> None:
+        training = replace(TRAINING, expert_parallel=2, expert_loads=self.LOADS, busiest_shares=(1.0, 1.7))
+        assert training.busiest_share(8) == 1.7
+        assert replace(training, expert_parallel=4).busiest_share(8) == pytest.approx(6 / 4), "of so many it was not"
+
     def test_it_computes_sends_and_keeps_more(self) -> None:
         even = replace(TRAINING, expert_parallel=4)
         uneven = replace(even, expert_loads=self.LOADS)

@@ -35,14 +35,14 @@ from megatron_resihp.events.detection import Verdict
 from megatron_resihp.events.epochs import EpochBroken, EpochStarted, Reconfiguration, Recovery
 from megatron_resihp.events.event import Event, stamped
 from megatron_resihp.events.job import BatchGrown, Job, Model
-from megatron_resihp.events.training import Iteration
+from megatron_resihp.events.training import ExpertLoads, Iteration
 from megatron_resihp.events.workers import NodeLeft, WorkerDead, WorkersLeft, WorkerWaiting
 from megatron_resihp.protocol.messages import PlanRequest
 from megatron_resihp.protocol.planning import NoPlan
 
 FOLLOWED: Final[tuple[type[Event], ...]] = (
     Job, BatchGrown, Model, EpochStarted, Recovery, EpochBroken, told.PlanChange, Reconfiguration, told.ChangeRefused,
-    Verdict, Iteration, WorkerWaiting, WorkerDead, WorkersLeft, NodeLeft, told.Planned, told.PlanFailed,
+    Verdict, Iteration, WorkerWaiting, WorkerDead, WorkersLeft, NodeLeft, told.Planned, told.PlanFailed, ExpertLoads,
 )  # fmt: skip
 """Events that planning needs."""
 FOR_LOOKING_ON: Final = JOINT

@@ -22,6 +22,7 @@ JOB = made_up("job", strategy="joint", chunks=((0, 0, 4),))
 STARTED = made_up("epoch_started", epoch=3, plan=PLAN.to_dict())
 ITERATION = made_up("iteration", epoch=3)
 VERDICT = made_up("verdict")
+LOADS = made_up("expert_loads")
 ALONE = [{0}, {1}, {2}, {3}]
 
 
@@ -137,6 +138,15 @@ class TestWhen:
         assert asked(found) and found.answer(request()) == found_after(0.0)
         found.note(ITERATION, 1.0)
         assert not asked(found)
+
+    def test_again_when_experts_are_used_otherwise(self) -> None:
+        found = told(JOB, STARTED)
+        found.note(LOADS, None)
+        assert not asked(found), "before the job trains"
+        found.note(ITERATION, None)
+        asked(found)
+        found.note(LOADS, None)
+        assert asked(found)[:4] == ALONE
 
     def test_no_more_about_a_plan_once_given_up(self) -> None:
         found = told(JOB, STARTED, ITERATION)

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_resihp.integration.loop.notes import RecoveryNotes
 from megatron_resihp.integration.loop.telemetry import report_iteration
+from megatron_resihp.integration.step.expert_loads import LoadCounter
 
 
 def test_a_clock_that_is_set_makes_no_iteration_longer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,6 +21,7 @@ def test_a_clock_that_is_set_makes_no_iteration_longer(monkeypatch: pytest.Monke
         progress=SimpleNamespace(iteration=7, outcomes={7: outcome}, counters={7: {"settings": {"scale": {}}}}),
         view=SimpleNamespace(reports=True), control=SimpleNamespace(event_behind=told.append),
         job=SimpleNamespace(args=SimpleNamespace(global_batch_size=4)), recovery=RecoveryNotes(),
+        loads=LoadCounter(1, 0, 1),
     )  # fmt: skip
     seconds = {"wall": 5000.0, "monotonic": 100.0}
     monkeypatch.setattr(time, "time", lambda: seconds["wall"])

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from megatron_resihp.integration.patches.schedule import wrap_get_forward_backward_func
+from megatron_resihp.integration.step.expert_loads import LoadCounter
 
 LOSSES = [{"lm loss": 2.5}]
 
 
 def run(losses: list[dict[str, Any]], **call: Any) -> tuple[Any, Any]:
     """What Megatron gets, and what is kept of it, where the plan's mode reports these."""
-    runtime, progress = job(losses), SimpleNamespace(losses=None)
+    runtime, progress = job(losses), SimpleNamespace(losses=None, iteration=1)
     runtime.progress = progress
     return wrap_get_forward_backward_func(runtime, lambda: lambda: [])()(**call), progress.losses
 
@@ -29,9 +30,10 @@ def job(losses: list[dict[str, Any]]) -> Any:
         return losses
 
     return SimpleNamespace(
-        mode=SimpleNamespace(train=report, evaluate=report), progress=SimpleNamespace(losses=None), sizes=sizes,
+        mode=SimpleNamespace(train=report, evaluate=report), progress=SimpleNamespace(losses=None, iteration=1),
+        sizes=sizes,
         probes=SimpleNamespace(begin_schedule=lambda: None), reach=lambda point: None, job=SimpleNamespace(args=args),
-        held=SimpleNamespace(live=SimpleNamespace(model=[])),
+        held=SimpleNamespace(live=SimpleNamespace(model=[])), loads=LoadCounter(1, 0, 1),
     )  # fmt: skip
 
 

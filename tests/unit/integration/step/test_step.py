@@ -19,6 +19,7 @@ from megatron_resihp.executor.groups.waiting import Waiter
 from megatron_resihp.integration.loop import standby
 from megatron_resihp.integration.ops.program_schedule import check_gradients
 from megatron_resihp.integration.progress import Orders, Progress
+from megatron_resihp.integration.step.expert_loads import LoadCounter
 from megatron_resihp.integration.step.step import SHARED_COUNTERS, ZEROS, agree, install_step, see_reduced
 from megatron_resihp.protocol.records import IterationPhase
 
@@ -40,7 +41,7 @@ def worker(checks: bool, others: float, *scalers: Any, counts_zeros: bool = Fals
             ),
             minutes=None, batch_steps=(),
         ),
-        saves=SimpleNamespace(is_wanted=False),
+        saves=SimpleNamespace(is_wanted=False), loads=LoadCounter(2, 0, 1),
         control=SimpleNamespace(heard=Heard(3, lambda: None, 1), epoch=1), progress=Progress(iteration=5),
         mode=SimpleNamespace(
             everybody=SimpleNamespace(sum=add_those_of_others, workers=(0, 3)), seen_documents=None
