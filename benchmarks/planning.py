@@ -51,9 +51,9 @@ from megatron_resihp.cost.training import Training  # noqa: E402
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica  # noqa: E402
 from megatron_resihp.planner.evaluation import evaluate  # noqa: E402
 from megatron_resihp.planner.health import Health  # noqa: E402
+from megatron_resihp.planner.job_shape import NoPlanError  # noqa: E402
 from megatron_resihp.planner.strategies.joint import Settings, answers  # noqa: E402
 from megatron_resihp.planner.strategies.registry import STRATEGIES  # noqa: E402
-from megatron_resihp.planner.uniform import NoPlanError  # noqa: E402
 
 sys.path.insert(0, str(Path(ROOT) / "tests" / "unit" / "planner"))
 from planner_optimum import NotProvenError, optimum  # noqa: E402

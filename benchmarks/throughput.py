@@ -66,7 +66,7 @@ from megatron_resihp.events.training import Emulation, Iteration
 from megatron_resihp.plan import ParallelPlan, shortened, spelled_out
 from megatron_resihp.planner.evaluation import Evaluation, evaluate
 from megatron_resihp.planner.health import Health
-from megatron_resihp.planner.uniform import NoPlanError
+from megatron_resihp.planner.job_shape import NoPlanError
 
 GOALS: Final = {"share_of_bound": 0.9, "simulator_error_percent": 5.0}
 TIME_SCALE: Final = 0.5

@@ -19,8 +19,8 @@ from megatron_resihp.cost.profile import BUILT_IN, DeviceProfile
 from megatron_resihp.lab.strategies import FOR_SHARERS as BASELINES
 from megatron_resihp.plan import OwnSplit, ParallelPlan, Replica, even_chunks
 from megatron_resihp.planner.health import Health
+from megatron_resihp.planner.job_shape import context_degrees, expert_degrees, sharings
 from megatron_resihp.planner.strategies.registry import FOR_SHARERS, STRATEGIES, Entry
-from megatron_resihp.planner.uniform import context_degrees, expert_degrees, sharings
 
 WORKERS_PER_NODE: Final = 4
 MEMORY_SHARE: Final = 0.9

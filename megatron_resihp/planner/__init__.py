@@ -5,6 +5,7 @@ Pure functions, no torch. Imports numpy, scipy, `plan`, `pipeline` and `cost`. `
 without a strategy; `strategies` holds everything else.
 """
 
-from megatron_resihp.planner.uniform import JobShape, NoPlanError, initial_plan, plan_uniform
+from megatron_resihp.planner.job_shape import JobShape, NoPlanError
+from megatron_resihp.planner.uniform import initial_plan, plan_uniform
 
 __all__ = ["JobShape", "NoPlanError", "initial_plan", "plan_uniform"]

@@ -14,8 +14,8 @@ from megatron_resihp.cost.memory import check_plan
 from megatron_resihp.cost.room import check_change, check_host
 from megatron_resihp.plan import Chunk, ParallelPlan, PlanError, spelled_out
 from megatron_resihp.planner.health import Health
+from megatron_resihp.planner.job_shape import NoPlanError
 from megatron_resihp.planner.strategy import Strategy
-from megatron_resihp.planner.uniform import NoPlanError
 from megatron_resihp.protocol.planning import PlanFound
 
 

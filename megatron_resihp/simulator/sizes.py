@@ -18,7 +18,7 @@ from megatron_resihp.cost.training import Training
 from megatron_resihp.plan import Chunk, OwnSplit, ParallelPlan, PlanError, Replica, deal, even_counts
 from megatron_resihp.plan.layers import chunks_from
 from megatron_resihp.plan.rules import Sharing
-from megatron_resihp.planner.uniform import can_share_sequence, context_degrees, expert_degrees, sharings
+from megatron_resihp.planner.job_shape import can_share_sequence, context_degrees, expert_degrees, sharings
 
 A100_FLOPS: Final = 312e12
 EFFICIENCY: Final = 0.45

@@ -18,7 +18,7 @@ from megatron_resihp.plan import Chunk, Kept, ParallelPlan, PlanError, Shard, sh
 from megatron_resihp.plan.copies import NodeOf
 from megatron_resihp.plan.parallel_plan import rounds_of
 from megatron_resihp.plan.spelling import coordinate_at
-from megatron_resihp.planner.uniform import can_share_sequence
+from megatron_resihp.planner.job_shape import can_share_sequence
 from megatron_resihp.protocol.job import JobDescription
 
 Holders = Mapping[int, tuple[Shard, ...]]

@@ -15,7 +15,7 @@ from megatron_resihp.pipeline.search.rerouted import Ways, order_ops
 from megatron_resihp.plan import Migration, PlannedOp, Replica, Schedule
 from megatron_resihp.plan.schedule import EXPLICIT
 from megatron_resihp.planner.health import Health
-from megatron_resihp.planner.uniform import NoPlanError
+from megatron_resihp.planner.job_shape import NoPlanError
 
 _ROUNDING = 8
 """Bytes by which `memory_of`, which rounds each kind of memory up, may exceed the sum here."""

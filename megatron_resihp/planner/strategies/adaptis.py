@@ -15,12 +15,12 @@ from megatron_resihp.pipeline.search.tuning import Pipeline, tuned_pipeline
 from megatron_resihp.plan import ParallelPlan, Replica, deal
 from megatron_resihp.planner.evaluation import evaluate
 from megatron_resihp.planner.health import Health
+from megatron_resihp.planner.job_shape import NoPlanError
 from megatron_resihp.planner.pipelines import layout_of, pipeline_job, replica_of
 from megatron_resihp.planner.shares import fastest_shares
 from megatron_resihp.planner.steps.groups import fastest, strength
 from megatron_resihp.planner.strategies.common import Group, groups_in_nodes, job_degree, next_plan, spelt_out
 from megatron_resihp.planner.strategy import Strategy
-from megatron_resihp.planner.uniform import NoPlanError
 
 EFFORT = 1_000_000
 """Ops that trials run for each pipeline while a job waits for its next plan."""

@@ -16,8 +16,8 @@ from megatron_resihp.pipeline.simulate import simulate
 from megatron_resihp.plan import ParallelPlan, Replica, Schedule
 from megatron_resihp.planner.evaluation import stage_seconds, timeline_of, transfer_seconds
 from megatron_resihp.planner.health import Health
+from megatron_resihp.planner.job_shape import NoPlanError
 from megatron_resihp.planner.strategies.common import next_plan, spelt_out
-from megatron_resihp.planner.uniform import NoPlanError
 
 _DECOUPLED = Schedule("zero-bubble-h1")
 """Makes `stage_seconds` give B and W separately."""

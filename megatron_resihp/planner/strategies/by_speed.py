@@ -14,12 +14,12 @@ from megatron_resihp.plan.layers import interleaves
 from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.planner.evaluation import evaluate, run_of
 from megatron_resihp.planner.health import Health
+from megatron_resihp.planner.job_shape import NoPlanError
 from megatron_resihp.planner.moves import seconds_to_get_there
 from megatron_resihp.planner.shares import fastest_shares
 from megatron_resihp.planner.strategies.common import has_room_to_change, next_plan, spelt_out
 from megatron_resihp.planner.strategies.rows import Row, rows_of, speed_of_row, teams_of
 from megatron_resihp.planner.strategies.uniform import uniform
-from megatron_resihp.planner.uniform import NoPlanError
 
 
 def by_speed(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:

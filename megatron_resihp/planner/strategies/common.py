@@ -20,7 +20,7 @@ from megatron_resihp.plan.copies import NodeOf, lost_parts
 from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.plan.spelling import shortened
 from megatron_resihp.planner.health import Health
-from megatron_resihp.planner.uniform import NoPlanError
+from megatron_resihp.planner.job_shape import NoPlanError
 
 NOTHING_SHARED: Final = Sharing()
 Group = tuple[int, ...]

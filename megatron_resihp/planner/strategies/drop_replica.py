@@ -10,6 +10,7 @@ from itertools import batched
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.plan import ParallelPlan, Replica
 from megatron_resihp.planner.health import Health
+from megatron_resihp.planner.job_shape import NoPlanError
 from megatron_resihp.planner.strategies.common import (
     evenly_shared,
     groups_in_nodes,
@@ -18,7 +19,6 @@ from megatron_resihp.planner.strategies.common import (
     position_of,
     spelt_out,
 )
-from megatron_resihp.planner.uniform import NoPlanError
 
 
 def drop_replica(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:

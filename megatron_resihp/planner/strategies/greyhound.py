@@ -13,11 +13,11 @@ from megatron_resihp.cost.job import JobCost
 from megatron_resihp.plan import ParallelPlan, Replica, even_counts
 from megatron_resihp.planner.evaluation import evaluate
 from megatron_resihp.planner.health import Health
+from megatron_resihp.planner.job_shape import NoPlanError
 from megatron_resihp.planner.moves import seconds_to_move
 from megatron_resihp.planner.shares import fastest_shares, pace_of
 from megatron_resihp.planner.steps.rerouting import rerouted
 from megatron_resihp.planner.strategies.common import Group, all_well, next_plan, speed_of, spelt_out, with_shares
-from megatron_resihp.planner.uniform import NoPlanError
 
 Rows = list[list[Group]]
 """The groups of each stage, for each replica."""

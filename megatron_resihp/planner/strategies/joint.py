@@ -19,6 +19,7 @@ from megatron_resihp.cost.job import JobCost
 from megatron_resihp.cost.memory import check_plan, memory_of
 from megatron_resihp.plan import ParallelPlan, PlanError
 from megatron_resihp.planner.health import Health
+from megatron_resihp.planner.job_shape import NoPlanError
 from megatron_resihp.planner.moves import bytes_to_move, seconds_to_move
 from megatron_resihp.planner.places import keep_places
 from megatron_resihp.planner.search.build import plan_of
@@ -35,7 +36,6 @@ from megatron_resihp.planner.strategies.malleus import malleus
 from megatron_resihp.planner.strategies.oobleck import oobleck
 from megatron_resihp.planner.strategies.resihp import resihp
 from megatron_resihp.planner.strategy import Strategy
-from megatron_resihp.planner.uniform import NoPlanError
 
 
 @dataclass(frozen=True)

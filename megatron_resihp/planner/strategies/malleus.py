@@ -19,11 +19,11 @@ from megatron_resihp.plan.layers import chunks_from
 from megatron_resihp.planner.balance import balanced_chunks
 from megatron_resihp.planner.evaluation import evaluate
 from megatron_resihp.planner.health import Health
+from megatron_resihp.planner.job_shape import NoPlanError
 from megatron_resihp.planner.minimax import least_maximum
 from megatron_resihp.planner.moves import bytes_to_move
 from megatron_resihp.planner.shares import fastest_shares
 from megatron_resihp.planner.strategies.common import Group, next_plan, speed_of, spelt_out
-from megatron_resihp.planner.uniform import NoPlanError
 
 TRIED: Final = 3
 """How many candidates get their layers and data solved, most promising first."""

@@ -11,6 +11,7 @@ from megatron_resihp.cost.job import JobCost
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica, even_counts
 from megatron_resihp.planner.balance import balanced_chunks
 from megatron_resihp.planner.health import Health
+from megatron_resihp.planner.job_shape import NoPlanError
 from megatron_resihp.planner.shares import fastest_shares, pace_of
 from megatron_resihp.planner.strategies.common import (
     Group,
@@ -23,7 +24,6 @@ from megatron_resihp.planner.strategies.common import (
     spelt_out,
     with_shares,
 )
-from megatron_resihp.planner.uniform import NoPlanError
 
 FAILURES = 1
 """f, the simultaneous failures that a job must survive: it keeps at least f + 1 pipelines."""

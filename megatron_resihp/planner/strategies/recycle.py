@@ -11,6 +11,7 @@ from math import ceil
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.plan import ParallelPlan, Replica
 from megatron_resihp.planner.health import Health
+from megatron_resihp.planner.job_shape import NoPlanError
 from megatron_resihp.planner.steps.rerouting import rerouted
 from megatron_resihp.planner.strategies.common import (
     Group,
@@ -20,7 +21,6 @@ from megatron_resihp.planner.strategies.common import (
     next_plan,
     spelt_out,
 )
-from megatron_resihp.planner.uniform import NoPlanError
 
 
 def recycle(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:

@@ -18,12 +18,12 @@ from megatron_resihp.plan import Migration, ParallelPlan, PlanError, Replica, Sc
 from megatron_resihp.plan.layers import chunks_from
 from megatron_resihp.plan.schedule import ONE_F_ONE_B, ZERO_BUBBLE
 from megatron_resihp.planner.health import Health
+from megatron_resihp.planner.job_shape import NoPlanError
 from megatron_resihp.planner.shares import fastest_shares
 from megatron_resihp.planner.steps.groups import Group, Grouping, regroup
 from megatron_resihp.planner.steps.migration import Array, Integers, Migrated, Stages, migrate
 from megatron_resihp.planner.steps.repartition import Lane, Partitioner
 from megatron_resihp.planner.strategies.common import groups_in_nodes, job_degree, next_plan, spelt_out
-from megatron_resihp.planner.uniform import NoPlanError
 
 DELTAS: Final = (0.0, 1.0, 2.0, 3.0)
 """Values of δ in Algorithm 1 to try, since the paper gives none; the fastest in the simulation wins."""

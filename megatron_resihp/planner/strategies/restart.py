@@ -11,6 +11,7 @@ from math import isinf
 from megatron_resihp.cost.job import JobCost
 from megatron_resihp.plan import ParallelPlan, Replica, deal, even_counts
 from megatron_resihp.planner.health import Health
+from megatron_resihp.planner.job_shape import NoPlanError
 from megatron_resihp.planner.strategies.common import (
     Group,
     groups_in_nodes,
@@ -19,7 +20,6 @@ from megatron_resihp.planner.strategies.common import (
     position_of,
     spelt_out,
 )
-from megatron_resihp.planner.uniform import NoPlanError
 
 
 def restart(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:

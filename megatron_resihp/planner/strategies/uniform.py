@@ -11,8 +11,9 @@ from megatron_resihp.cost.memory import check_plan
 from megatron_resihp.plan import ParallelPlan
 from megatron_resihp.plan.layers import interleaves
 from megatron_resihp.planner.health import Health
+from megatron_resihp.planner.job_shape import JobShape
 from megatron_resihp.planner.strategies.common import next_plan, spelt_out
-from megatron_resihp.planner.uniform import JobShape, plan_uniform, plan_with_room
+from megatron_resihp.planner.uniform import plan_uniform, plan_with_room
 
 
 def uniform(plan: ParallelPlan, health: Health, cost: JobCost) -> ParallelPlan:

@@ -24,9 +24,10 @@ from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.planner.context_groups import fastest_groups
 from megatron_resihp.planner.evaluation import evaluate
 from megatron_resihp.planner.health import Health
+from megatron_resihp.planner.job_shape import JobShape
 from megatron_resihp.planner.strategies.by_speed import by_speed
 from megatron_resihp.planner.strategies.uniform import uniform
-from megatron_resihp.planner.uniform import JobShape, initial_plan, plan_uniform, plan_with_room
+from megatron_resihp.planner.uniform import initial_plan, plan_uniform, plan_with_room
 
 CONTEXTS = (Sharing(4), Sharing(2), Sharing())
 LONG = model_from_arguments({**PRESETS["llama3-405b"], "num_layers": 4})

@@ -13,10 +13,10 @@ from megatron_resihp.cost.memory import check_plan
 from megatron_resihp.plan import ParallelPlan, Shard
 from megatron_resihp.planner.evaluation import evaluate
 from megatron_resihp.planner.health import Health
+from megatron_resihp.planner.job_shape import NoPlanError
 from megatron_resihp.planner.moves import bytes_to_move, lacking_bytes, prefix_bytes, shards_held
 from megatron_resihp.planner.places import keep_places
 from megatron_resihp.planner.strategies.joint import Settings, joint
-from megatron_resihp.planner.uniform import NoPlanError
 
 COST = job(layers=8, memory=40 * 2**30)
 QUICK = Settings(uneven=True, starts=2, steps=10, seeds=(), effort=0, zero_bubble=False)

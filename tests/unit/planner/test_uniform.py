@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_resihp.plan import Coordinate, ParallelPlan, Replica
 from megatron_resihp.plan.rules import Sharing
 from megatron_resihp.planner import JobShape, NoPlanError, initial_plan, plan_uniform
-from megatron_resihp.planner.uniform import context_degrees, expert_degrees, sharings, uneven_sharings
+from megatron_resihp.planner.job_shape import context_degrees, expert_degrees, sharings, uneven_sharings
 
 Held = dict[int, Coordinate | None]
 

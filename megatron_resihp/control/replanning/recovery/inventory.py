@@ -26,7 +26,7 @@ from megatron_resihp.plan.slices import (
 )
 from megatron_resihp.plan.spelling import coordinate_at, spelled_out
 from megatron_resihp.planner import JobShape, NoPlanError, plan_uniform
-from megatron_resihp.planner.uniform import context_degrees, expert_degrees, sharings, uneven_sharings
+from megatron_resihp.planner.job_shape import context_degrees, expert_degrees, sharings, uneven_sharings
 from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.planning import KnownJob
 

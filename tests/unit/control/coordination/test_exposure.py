@@ -9,7 +9,7 @@ import pytest
 
 from megatron_resihp.control.coordination.exposure import Exposure, exposure, in_words
 from megatron_resihp.planner import JobShape
-from megatron_resihp.planner.uniform import sharings
+from megatron_resihp.planner.job_shape import sharings
 
 NODE_0 = "node 0 (the coordinator's)"
 

@@ -19,7 +19,7 @@ from megatron_resihp.control.replanning.recovery.inventory import (
 from megatron_resihp.plan import Chunk, Coordinate, ParallelPlan, Replica, Shard, even_chunks, spelled_out
 from megatron_resihp.plan.replica import shards_at
 from megatron_resihp.planner import JobShape, NoPlanError, initial_plan
-from megatron_resihp.planner.uniform import sharings
+from megatron_resihp.planner.job_shape import sharings
 
 LAYERS = 6
 OWN = even_chunks(4, 2)

@@ -36,7 +36,7 @@ from megatron_resihp.plan import (
 )
 from megatron_resihp.plan.schedule import EXPLICIT
 from megatron_resihp.planner import JobShape, NoPlanError, initial_plan, plan_uniform
-from megatron_resihp.planner.uniform import sharings
+from megatron_resihp.planner.job_shape import sharings
 from megatron_resihp.protocol.job import JobDescription
 from megatron_resihp.protocol.planning import KnownJob, NoPlan, PlanFound, PlannerAnswer, PlannerRequest
 

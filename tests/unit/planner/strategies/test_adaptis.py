@@ -13,8 +13,8 @@ from megatron_resihp.cost.training import Training
 from megatron_resihp.plan import ParallelPlan, Replica
 from megatron_resihp.planner.evaluation import evaluate
 from megatron_resihp.planner.health import Health
+from megatron_resihp.planner.job_shape import NoPlanError
 from megatron_resihp.planner.strategies.adaptis import adaptis, with_effort
-from megatron_resihp.planner.uniform import NoPlanError
 
 MODEL = model_from_arguments({**PRESETS["gemma-2b"], "num_layers": 8})
 COST = JobCost(MODEL, Training(2048, sequence_parallel=True), Device(312e12, 0.5, {1: 1.0, 2: 0.9}), micro_batches=8)

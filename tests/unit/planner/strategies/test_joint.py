@@ -20,13 +20,13 @@ from megatron_resihp.cost.training import Training
 from megatron_resihp.plan import Chunk, ParallelPlan, Replica
 from megatron_resihp.planner.evaluation import evaluate
 from megatron_resihp.planner.health import Health
+from megatron_resihp.planner.job_shape import NoPlanError
 from megatron_resihp.planner.search import starts
 from megatron_resihp.planner.search.groups import nodes_of
 from megatron_resihp.planner.search.tables import tables_of
 from megatron_resihp.planner.strategies.joint import Settings, answers, joint
 from megatron_resihp.planner.strategies.malleus import malleus
 from megatron_resihp.planner.strategies.resihp import resihp
-from megatron_resihp.planner.uniform import NoPlanError
 
 MODEL = model_from_arguments({**PRESETS["llama2-7b"], "num_layers": 12})
 DEVICE = Device(312e12, 0.5, {1: 1.0, 2: 0.95, 4: 0.88}, memory=24 * 2**30, latency=2e-5, bandwidth=25e9)
