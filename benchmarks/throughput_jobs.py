@@ -176,7 +176,7 @@ _WORKERS: Final = SmallJob(tensor_parallel=1, pipeline_parallel=1, replicas=8, h
 FAMILIES: Final[Mapping[str, Family]] = {
     "dense": DENSE,
     "moe": Family(
-        replace(_WORKERS, layers=4, batch=56),
+        replace(_WORKERS, layers=4, batch=88),
         (
             # Workers 0 to 3 share experts, and live on one node; so do 4 to 7.
             Case("one dead", dead=(3,)),
@@ -193,7 +193,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         experts=4,
     ),
     "long": Family(
-        replace(_WORKERS, layers=2, batch=28),
+        replace(_WORKERS, layers=2, batch=30),
         (
             # Workers 0 to 3 share sequences, and live on one node; so do 4 to 7.
             Case("one dead", dead=(3,)),
