@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the coordinator has to mind in either mode of running a plan; `integration.modes` has the modes themselves.
 
-Pure. May import `plan`, `planner.uniform`, `executor`'s check of ops and `inventory`.
+Pure. May import `plan`, `planner.job_shape`, `executor`'s check of ops and `inventory`.
 """
 
 from abc import ABC, abstractmethod

@@ -68,8 +68,9 @@ class LoadCounter:
         """[layers × experts] tokens that this worker has routed; 0 in layers that it doesn't have."""
         self._end()
         table = torch.zeros(self._layers, self._experts, dtype=torch.float64)
-        for number, counts in self._counts.items():
-            table[number - 1] = counts.cpu()
+        if self._counts:
+            # Together: each copy to the host waits for the device.
+            table[[number - 1 for number in self._counts]] = torch.stack([*self._counts.values()]).double().cpu()
         return table.view(-1)
 
     def agreed(self, counts: torch.Tensor) -> None:
