@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from queue import Queue
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +23,8 @@ LAYERS = (Chunk(0, 0, 4),)
 WHOLE_MODEL = (Shard(0, 4, 0, 1),)
 ALONE = ParallelPlan((Replica(((0,),), (0,), LAYERS),), {1: WHOLE_MODEL})
 WAIT_S = 10.0
-Group = defaultdict[tuple[int, int], "Queue[torch.Tensor]"]
+# Made in C, hence under the lock of the interpreter: two threads that ask for one at once get the same.
+Group = defaultdict[tuple[int, int], "SimpleQueue[torch.Tensor]"]
 
 
 class Layer(torch.nn.Module):
@@ -100,7 +101,7 @@ def step(*workers: Any) -> None:
 
 def test_a_standby_takes_over_what_the_last_step_left() -> None:
     """Not what a broken iteration has made of it; a worker without any gets it, too."""
-    between, live = Group(Queue), model(Layer(1), Layer(2))
+    between, live = Group(SimpleQueue), model(Layer(1), Layer(2))
     first, standby = worker(0, ALONE, live, between), worker(1, ALONE, model(Layer(), Layer()), between)
     step(first, standby)
     for layer in live.model[0]["decoder"]["layers"]:
@@ -116,7 +117,7 @@ def test_a_standby_takes_over_what_the_last_step_left() -> None:
 
 def test_it_has_no_cuts() -> None:
     """A worker of another degree gets it from one that holds a part of the layer."""
-    between = Group(Queue)
+    between = Group(SimpleQueue)
     halves = ParallelPlan((Replica(((0, 1),), (0,), LAYERS),))
     old = {number: worker(number, halves, model(Layer(3), Layer(4)), between) for number in range(2)}
     step(*old.values())
@@ -128,7 +129,7 @@ def test_it_has_no_cuts() -> None:
 
 
 def test_a_module_that_does_not_take_it_trains_no_further() -> None:
-    between = Group(Queue)
+    between = Group(SimpleQueue)
     plan = ParallelPlan((Replica(((0,),), (0,), LAYERS),))
     own = worker(0, plan, model(Layer(1), Layer(2)), between)
     step(own)
