@@ -310,7 +310,6 @@ def _rebuild(runtime: Runtime, order: EpochPlan) -> Trained:
     free_gradients(live)
     succession = runtime.held.succession = make_room(runtime, order)
     reset_singletons(runtime, RerunMode(runtime.job.args.rerun_mode))
-    runtime.job.args.perform_initialization = False
     trained = runtime.setup.build_trained()
     succession.optimizer_of(trained)
     return trained

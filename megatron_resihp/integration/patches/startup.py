@@ -362,6 +362,8 @@ def _build_again(runtime: Runtime, release: Release, set_up: Callable[..., Any],
     config = get_model_config(runtime.held.live.model[0])
     for name, value in hooks.items():
         setattr(config, name, value)
+    # All parameters come from the old objects or from other workers. Scripts may make a configuration of the arguments.
+    config.perform_initialization = args.perform_initialization = False
     with _without_loading(args), counting_samples(args):
         if not release.set_up_takes_groups:
             return Trained(*set_up())

@@ -11,7 +11,13 @@ from megatron.core import mpu
 from megatron.training import training
 
 from megatron_resihp.integration.patches.counting import OneReplica
-from megatron_resihp.integration.patches.startup import chosen_once, counting_samples, wrap_build_model, wrap_ddp
+from megatron_resihp.integration.patches.startup import (
+    _build_again,
+    chosen_once,
+    counting_samples,
+    wrap_build_model,
+    wrap_ddp,
+)
 
 
 def test_a_script_chooses_ranks_as_the_job_began() -> None:
@@ -71,3 +77,23 @@ def test_parameters_are_taken_over_before_there_are_gradients(built_again: bool)
     init(object(), config=None, ddp_config=setting, module="module", disable_bucketing=True)
     made = "gradients, True"
     assert steps == ([("module", True), made, "built"] if built_again else [made])
+
+
+def test_models_that_are_built_again_are_not_initialized() -> None:
+    """Each parameter is overwritten. Megatron's builder looks into the configuration, a script's into the arguments."""
+    config = SimpleNamespace(perform_initialization=True)
+    args = SimpleNamespace(
+        perform_initialization=True, load="there", pretrained_checkpoint=None, train_samples=None, train_iters=1,
+        step_batch_size_schedule=None,
+    )  # fmt: skip
+    live = SimpleNamespace(model=[SimpleNamespace(config=config)])
+    runtime: Any = SimpleNamespace(job=SimpleNamespace(args=args), held=SimpleNamespace(live=live))
+    seen: list[bool] = []
+
+    def set_up() -> tuple[list[Any], None, None]:
+        seen.extend((config.perform_initialization, args.perform_initialization))
+        return [], None, None
+
+    release: Any = SimpleNamespace(set_up_takes_groups=False)
+    _build_again(runtime, release, set_up, hooks={})
+    assert seen == [False, False]
