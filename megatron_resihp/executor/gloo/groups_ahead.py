@@ -70,17 +70,18 @@ class GroupsAhead:
             RendezvousBroken: the epoch in force is broken; the groups made so far are kept, and `take_all` returns
                 them.
         """
-        for name, workers in needs.side_groups:
-            self._side_groups[name] = SideGroup(self.store, name, workers, self._me, self._waiter)
-        times: Counter[WorldGroup] = Counter()
-        for group in needs.world_groups:
-            times[group] += 1
-            key = blake2b(repr((group, times[group])).encode(), digest_size=16).hexdigest()
-            prefixed = dist.PrefixStore(f"world/{key}", self.store)
-            rank, size = group.ranks.index(needs.rank), len(group.ranks)
-            # The timeout can't be changed later: receives keep the first one.
-            backend = dist.ProcessGroupGloo(prefixed, rank, size, group.timeout)
-            self._backends.setdefault(group, deque()).append(backend)
+        with self.store.gathering():
+            for name, workers in needs.side_groups:
+                self._side_groups[name] = SideGroup(self.store, name, workers, self._me, self._waiter)
+            times: Counter[WorldGroup] = Counter()
+            for group in needs.world_groups:
+                times[group] += 1
+                key = blake2b(repr((group, times[group])).encode(), digest_size=16).hexdigest()
+                prefixed = dist.PrefixStore(f"world/{key}", self.store)
+                rank, size = group.ranks.index(needs.rank), len(group.ranks)
+                # The timeout can't be changed later: receives keep the first one.
+                backend = dist.ProcessGroupGloo(prefixed, rank, size, group.timeout)
+                self._backends.setdefault(group, deque()).append(backend)
 
     def listeners(self) -> set[str]:
         """The sockets at which members connect to this one."""

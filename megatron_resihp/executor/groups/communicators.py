@@ -6,7 +6,7 @@ May import torch, `plan` and the names of the store's keys. Worker ids become to
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 
 import torch
@@ -110,6 +110,11 @@ class Communicators:
             world_size=len(order),
             timeout=timeout,
         )
+
+    def meeting_at_once(self) -> AbstractContextManager[None]:
+        """Peers hear of all groups of the world that are made meanwhile by one message, where these are gloo's."""
+        assert self.connections.store is not None
+        return self.connections.store.gathering() if self._patches.waits else nullcontext()
 
     @property
     def host_waiter(self) -> Waiter | None:

@@ -8,7 +8,7 @@ import importlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qs, urlparse
@@ -38,7 +38,11 @@ class ControlStore(dist.Store):
         self._timeout = timedelta(minutes=5)
 
     def set(self, key: str, value: bytes | str) -> None:
-        self._ask(Op.SET, _key(key), _bytes(value))
+        self.set_all({key: value})
+
+    def set_all(self, values: Mapping[str, bytes | str]) -> None:
+        """By one message."""
+        self._ask(Op.SET, *(field for key, value in values.items() for field in (_key(key), _bytes(value))))
 
     def get(self, key: str) -> bytes:
         if (value := self.find(key)) is None:

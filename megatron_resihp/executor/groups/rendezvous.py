@@ -6,7 +6,8 @@ own wait would last until the group's timeout.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 
@@ -35,11 +36,13 @@ class InterruptibleStore(dist.Store):
         super().__init__()
         self._inner = dist.PrefixStore(prefix, inner)
         self._look = partial(_look, inner, prefix)
+        self._write = partial(_write, inner, prefix)
         self._interrupted = interrupted
         self._timeout = timedelta(minutes=10)
         self._published: dict[str, bytes] = {}
         self._heard: set[bytes] = set()
         self._sought: dict[str, None] = {}
+        self._gathered: dict[str, bytes | str] | None = None
 
     @property
     def published(self) -> list[bytes]:
@@ -70,7 +73,29 @@ class InterruptibleStore(dist.Store):
         self._mind_epoch()
         if isinstance(value, bytes):
             self._published[key.rpartition("/")[0]] = value
-        self._inner.set(key, value)
+        if self._gathered is None:
+            self._write({key: value})
+        else:
+            self._gathered[key] = value
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Write what is set meanwhile by one message, at the end, or before anything is asked for. Each message takes
+        time of all the processes that it passes, and a worker makes dozens of groups. Not for groups of NCCL's, whose
+        root waits for its peers without asking for anything.
+        """
+        self._gathered = {}
+        try:
+            yield
+            self._write_gathered()
+        finally:
+            self._gathered = None
+
+    def _write_gathered(self) -> None:
+        if self._gathered:
+            self._mind_epoch()
+            gathered, self._gathered = self._gathered, {}
+            self._write(gathered)
 
     def get(self, key: str) -> bytes:
         # Recorded before the check for a broken epoch, so that an abort finds every peer that passes the check.
@@ -84,6 +109,7 @@ class InterruptibleStore(dist.Store):
 
     def _awaited[T](self, look: Callable[[], T | None], keys: Sequence[str], timeout: timedelta) -> T:
         """What is there at last; None: not yet."""
+        self._write_gathered()
         deadline = time.monotonic() + timeout.total_seconds()
         pause = FIRST_PAUSE_S
         while True:
@@ -100,12 +126,15 @@ class InterruptibleStore(dist.Store):
             raise RendezvousBroken("the epoch is broken")
 
     def add(self, key: str, amount: int) -> int:
+        self._write_gathered()
         return self._inner.add(key, amount)
 
     def check(self, keys: list[str]) -> bool:
+        self._write_gathered()
         return self._inner.check(keys)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        self._write_gathered()
         return self._inner.compare_set(key, expected, desired)
 
     def delete_key(self, key: str) -> bool:
@@ -123,6 +152,15 @@ class InterruptibleStore(dist.Store):
     @property
     def timeout(self) -> timedelta:
         return self._timeout
+
+
+def _write(store: dist.Store, prefix: str, values: Mapping[str, bytes | str]) -> None:
+    named = {f"{prefix}/{key}": value for key, value in values.items()}  # as PrefixStore has it
+    if isinstance(store, ControlStore):
+        store.set_all(named)
+    else:
+        for key, value in named.items():
+            store.set(key, value)
 
 
 def _look(store: dist.Store, prefix: str, key: str) -> bytes | None:

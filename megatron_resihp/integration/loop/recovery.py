@@ -296,7 +296,8 @@ def _rebuild(runtime: Runtime, order: EpochPlan) -> Trained:
     so the old gradients make room for them."""
     build_world(runtime, order.plan, runtime.preparation.take(order))
     if runtime.view.works:
-        runtime.mode.build_groups()
+        with runtime.communicators.meeting_at_once():
+            runtime.mode.build_groups()
         meet_before_it(runtime.job.args)
     runtime.communicators.end_hand_over()
     live = runtime.held.live

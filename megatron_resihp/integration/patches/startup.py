@@ -258,7 +258,7 @@ def wrap_initialize_model_parallel(runtime: Runtime, original: Callable[..., Non
     def initialize_model_parallel(*positional: Any, **options: Any) -> None:
         options = {name: chosen_once(value) if callable(value) else value for name, value in options.items()}
         runtime.setup.build_groups = functools.partial(original, *positional, **options)
-        with lonely_groups() if runtime.joining else nullcontext():
+        with lonely_groups() if runtime.joining else runtime.communicators.meeting_at_once():
             original(*positional, **options)
         runtime.setup.groups = MegatronGroups()
 

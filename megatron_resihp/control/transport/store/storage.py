@@ -46,8 +46,7 @@ class Storage:
         meanwhile."""
         if request.op in self._do:
             reply = self._do[request.op](*request.fields)
-            wakes = request.op in (Op.SET, Op.COMPARE_SET, Op.ADD)
-            return [(asker, reply), *(self._wake(False, request.fields[0]) if wakes else ())]
+            return [(asker, reply), *(told for key in _written(request) for told in self._wake(False, key))]
         found = self._find(request)
         if found is not None or request.within_s <= 0.0:
             return [(asker, found or NO)]
@@ -129,8 +128,8 @@ class Storage:
             told.append((asker, found))
         return told
 
-    def _set(self, key: bytes, value: bytes) -> Reply:
-        self._values[key] = value
+    def _set(self, *fields: bytes) -> Reply:
+        self._values.update(zip(fields[::2], fields[1::2], strict=True))
         return YES
 
     def _check(self, *keys: bytes) -> Reply:
@@ -161,6 +160,13 @@ class Storage:
 
 def _place(request: Request) -> tuple[bool, bytes]:
     return request.op is Op.TAKE, request.fields[0]
+
+
+def _written(request: Request) -> tuple[bytes, ...]:
+    """Keys that a request gives values."""
+    if request.op is Op.SET:
+        return request.fields[::2]
+    return request.fields[:1] if request.op in (Op.COMPARE_SET, Op.ADD) else ()
 
 
 def _delete_all(values: dict[bytes, bytes], beginning: bytes) -> Reply:

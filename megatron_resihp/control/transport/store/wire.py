@@ -26,7 +26,7 @@ class Op(IntEnum):
     """What is asked for, and with which fields. What may take until something comes ends after the request's time."""
 
     SET = 1
-    """key, value"""
+    """keys and values, in turns"""
     GET = 2
     """key → value, when it comes"""
     WAIT = 3
@@ -84,10 +84,10 @@ class MalformedRequestError(ValueError):
 
 
 FIELDS: Final = {
-    Op.SET: 2, Op.GET: 1, Op.WAIT: 1, Op.COMPARE_SET: 3, Op.ADD: 2, Op.PUSH: 2, Op.TAKE: 1, Op.DELETE: 1, Op.COUNT: 0,
+    Op.GET: 1, Op.WAIT: 1, Op.COMPARE_SET: 3, Op.ADD: 2, Op.PUSH: 2, Op.TAKE: 1, Op.DELETE: 1, Op.COUNT: 0,
     Op.DELETE_ALL: 1, Op.REACH: 0, Op.RELAY: 2, Op.DROP: 1,
 }  # fmt: skip
-"""How many fields a request has, but for CHECK."""
+"""How many fields a request has, but for CHECK and SET."""
 
 
 def write_request(request: Request) -> bytes:
@@ -102,7 +102,7 @@ def read_request(data: bytes) -> Request:
     try:
         number, within_s, count = HEAD.unpack_from(data)
         op = Op(number)
-        if count > MAX_FIELDS or FIELDS.get(op, count) != count:
+        if count > MAX_FIELDS or FIELDS.get(op, count) != count or (op is Op.SET and count % 2):
             raise MalformedRequestError(f"{op.name} with {count} fields")
         fields, at = [], HEAD.size
         for _ in range(count):

@@ -47,3 +47,14 @@ def test_a_sum_that_would_be_too_long_is_refused_and_changes_nothing() -> None:
     [(_, reply)] = storage.ask("worker", Request(Op.ADD, (b"counter", b"1")), 0.0)
     assert reply.said is Said.WRONG
     assert storage.ask("worker", Request(Op.GET, (b"counter",)), 0.0) == [("worker", Reply(Said.YES, longest))]
+
+
+def test_values_that_are_set_together_wake_whoever_waits_for_one_of_them() -> None:
+    storage = Storage()
+    for key in (b"one", b"another"):
+        storage.ask(key, Request(Op.GET, (key,), 10.0), 0.0)
+    told = storage.ask("worker", Request(Op.SET, (b"another", b"1", b"third", b"2", b"one", b"3")), 0.0)
+    assert dict(told) == {
+        "worker": Reply(Said.YES), b"one": Reply(Said.YES, b"3"), b"another": Reply(Said.YES, b"1"),
+    }  # fmt: skip
+    assert storage.ask("late", Request(Op.GET, (b"third",)), 0.0) == [("late", Reply(Said.YES, b"2"))]

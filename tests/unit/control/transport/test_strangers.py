@@ -206,7 +206,7 @@ def test_a_frame_that_is_changed_or_repeated_ends_its_connection_and_does_nothin
 
 
 @pytest.mark.parametrize(
-    "request_", [b"", b"\xff" * 40, write_request(Request(Op.SET, (b"key",))), PLAIN[:-1], PLAIN + b"more"]
+    "request_", [b"", b"\xff" * 40, write_request(Request(Op.SET, (b"key",) * 3)), PLAIN[:-1], PLAIN + b"more"]
 )
 def test_a_malformed_request_ends_its_connection(served: Served, request_: bytes) -> None:
     sock, session = enter(served.address, served.secret, PURPOSE, LARGEST, WAIT_S)

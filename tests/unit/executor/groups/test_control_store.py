@@ -63,6 +63,8 @@ def test_it_does_what_a_c10d_store_does(served: Reached) -> None:
     assert [store.add("count", 2), other.add("count", 3)] == [2, 5]
     assert store.compare_set("new", "", "first") == b"first" and other.compare_set("new", "", "second") == b"first"
     assert other.compare_set("none", "expected", "new") == b"expected" and not other.check(["none"])
+    inner[0].set_all({"prefix/one": "1", "prefix/two": b"2"})
+    assert [other.get("one"), other.get("two")] == [b"1", b"2"]
     assert other.delete_key("key") and not store.check(["key"])
     with pytest.raises(dist.DistStoreError, match="in time"):
         other.wait(["key"], SHORT)
