@@ -77,6 +77,12 @@ class NumberedDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return {**self._dataset[index], SAMPLE_KEY: int(place)}
 
 
+def batch_of(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A batch that has its samples' numbers as they are: a tensor takes a file of its own on its way from a loader."""
+    numbers = [sample.pop(SAMPLE_KEY) for sample in samples]
+    return {**torch.utils.data.default_collate(samples), SAMPLE_KEY: numbers}
+
+
 class Feed:
     """One split's loader on one worker. Loader processes are started when the first batch is wanted, once.
 
@@ -104,6 +110,7 @@ class Feed:
             NumberedDataset(dataset),
             batch_sampler=self.sampler if order is None else Shuffled(self.sampler, order),
             num_workers=args.num_workers,
+            collate_fn=batch_of,
             pin_memory=True,
             persistent_workers=args.num_workers > 0,
             worker_init_fn=_die_with_parent if args.num_workers > 0 else None,
@@ -130,7 +137,7 @@ class Feed:
         batch = next(self._iterator)
         numbers = batch.pop(SAMPLE_KEY)
         if self._is_recorded:
-            self._runtime.progress.fed.extend(numbers.tolist())
+            self._runtime.progress.fed.extend(numbers)
         if not self.is_eval:
             self._runtime.probes.ops.batch_came()
         return batch

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -19,6 +20,7 @@ from megatron_resihp.integration.patches.data import (
     Feed,
     NumberedDataset,
     PlanSampler,
+    batch_of,
     make_loader_builder,
     require_training_data,
     wrap_get_item,
@@ -196,6 +198,12 @@ class TestFeed:
         numbered = NumberedDataset(dataset)
         assert len(numbered) == 40 and numbered[7] == {"tokens": 107, "resihp_sample": 7}
         assert dataset[7] == {"tokens": 107}, "the user's sample is left alone"
+
+    def test_a_batch_has_no_more_tensors_than_without_the_plugin(self, dataset: Any) -> None:
+        """A loader process opens a file for each."""
+        batch = batch_of([NumberedDataset(dataset)[index] for index in (3, 4)])
+        tensors = {name: each.tolist() for name, each in batch.items() if torch.is_tensor(each)}
+        assert tensors == {"tokens": [103, 104]}
 
 
 def test_a_sample_is_cut_the_same_whatever_was_read_before_it() -> None:
