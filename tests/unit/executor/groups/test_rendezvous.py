@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -91,6 +92,8 @@ def test_peers_hear_of_groups_before_anything_is_asked_of_them() -> None:
     """They may do the same, and each would wait for the others."""
     everything = dist.HashStore()
     stores = [InterruptibleStore(everything, lambda: False, "epoch") for _ in range(2)]
+    for store in stores:
+        store.set_timeout(timedelta(seconds=WAIT_S))
 
     def meet(me: int) -> bytes:
         with stores[me].gathering():
@@ -98,7 +101,7 @@ def test_peers_hear_of_groups_before_anything_is_asked_of_them() -> None:
             return stores[me].get(f"group/{1 - me}")
 
     with ThreadPoolExecutor(2) as threads:
-        assert list(threads.map(meet, range(2), timeout=WAIT_S)) == [b"of 1", b"of 0"]
+        assert list(threads.map(meet, range(2))) == [b"of 1", b"of 0"]
 
 
 def test_nobody_hears_of_groups_of_an_epoch_that_broke_while_they_were_made() -> None:
