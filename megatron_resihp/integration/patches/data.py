@@ -77,7 +77,7 @@ class NumberedDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return {**self._dataset[index], SAMPLE_KEY: int(place)}
 
 
-def batch_of(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def batch_of(samples: list[dict[str, Any]]) -> dict[str, Any]:
     """A batch that has its samples' numbers as they are: a tensor takes a file of its own on its way from a loader."""
     numbers = [sample.pop(SAMPLE_KEY) for sample in samples]
     return {**torch.utils.data.default_collate(samples), SAMPLE_KEY: numbers}
