@@ -62,7 +62,7 @@ class Succession:
     @property
     def awaited(self) -> frozenset[int]:
         """Nodes whose agents are to come back."""
-        return self.state.nodes_there
+        return frozenset(self.state.joining.nodes)
 
 
 def succession(decisions: Decisions) -> Succession:

@@ -96,6 +96,7 @@ class AgentMessages:
 
     def _on_node_lost(self, message: NodeLost, now: float) -> list[Action]:
         state, node = self._state, message.node
+        state.joining.nodes.discard(node)
         known = {*range(state.job.size.workers), *state.living, *state.joining.waiting}
         workers = sorted(worker for worker in known if state.joining.node_of(worker) == node)
         accounts, ended = state.reports.accounts, state.dead.keys() | state.done

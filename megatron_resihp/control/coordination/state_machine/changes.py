@@ -202,6 +202,7 @@ class ChangesByChoice:
         state, actions = self._state, list[Action]()
         for node in state.departures.without_members(state.living):
             agent = state.departures.agents.pop(node)
+            state.joining.nodes.discard(node)
             known = {*range(state.job.size.workers), *state.joining.waiting, *state.reports.records}
             here = {worker for worker in known - state.dead.keys() if state.joining.node_of(worker) == node}
             workers = self._have_left(here)

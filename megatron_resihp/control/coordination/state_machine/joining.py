@@ -23,12 +23,23 @@ class JoiningWorkers:
     Attributes:
         size: of the job.
         waiting: workers that are ready, and in no plan yet.
+        nodes: that have joined the job, and have been neither lost nor released. Their workers may all be dead.
     """
 
     size: JobSize
     waiting: set[int] = field(default_factory=set)
+    nodes: set[int] = field(init=False)
     _latest: dict[int, int] = field(default_factory=dict)
     """Slot → the last worker that was started there, where it is not the first."""
+
+    def __post_init__(self) -> None:
+        self.nodes = set(range(self.size.nodes))
+
+    def ready(self, worker: int) -> int:
+        """A worker waits for a plan with it; returns its slot."""
+        self.waiting.add(worker)
+        self.nodes.add(self.node_of(worker))
+        return self.heard_of(worker)
 
     def heard_of(self, worker: int) -> int:
         """A worker has been started; returns its slot."""

@@ -149,7 +149,7 @@ class Membership:
         if state.phase is Phase.ENDED:
             return []
         state.job.pages.begin_again()
-        absent = set(range(state.job.size.most_nodes)) - state.job.size.head - state.nodes_there
+        absent = set(range(state.job.size.most_nodes)) - state.job.size.head - state.joining.nodes
         told: list[Action] = [Log(CoordinatorReplaced(by=by))]
         match state.phase:
             case Phase.STARTING:

@@ -247,12 +247,6 @@ class State:
         return self.phase is Phase.REPORTING and worker in self.living and worker not in self.reports.records
 
     @property
-    def nodes_there(self) -> frozenset[int]:
-        """Nodes of which the job needs workers, may take them in, or is to tell them that it has ended."""
-        ended = self.done - self.departures.left
-        return frozenset(self.joining.node_of(worker) for worker in self.living | ended | self.joining.waiting)
-
-    @property
     def quiet_s(self) -> float:
         """In how much time that passes nothing is decided; infinite: nothing waits for it."""
         if self.left_s is not None or self.departures.left_s:

@@ -126,8 +126,7 @@ class WorkerMessages:
             reason = "was started with other sizes than the job"
             dismissed = Notify(WorkerDismissed(worker, f"worker {worker} {reason}"))
             return [*self._epochs.die({worker: reason}, now, now), dismissed]
-        slot = state.joining.heard_of(worker)
-        state.joining.waiting.add(worker)
+        slot = state.joining.ready(worker)
         return [Log(WorkerWaiting(waiting=worker, place=slot)), *self._changes.grow()]
 
     # ---- an epoch

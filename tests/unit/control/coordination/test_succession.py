@@ -211,7 +211,7 @@ def test_an_end_that_was_decided_on_and_not_told_is_told() -> None:
     [taken_over] = later
     assert isinstance(taken_over, Step) and isinstance(taken_over.fed, TakenOver)
     assert folded([*entries, *later]).end == before.end
-    assert before.awaited == {0, 1}, "nodes whose workers have finished wait for it, too"
+    assert before.awaited == {0, 1, 2, 3}, "nodes whose workers have finished or died wait for it, too"
 
 
 def test_a_job_that_has_not_begun_to_train_ends() -> None:
@@ -280,9 +280,10 @@ def test_planner_and_detector_are_told_what_the_ones_before_were() -> None:
     assert before.run == "token" and before.end is not None and before.end.code == 0
 
 
-def test_nodes_of_living_workers_are_awaited() -> None:
+def test_a_node_whose_worker_has_died_is_awaited() -> None:
+    """Its launcher stays until the job's end."""
     number = next(n for n in lost_at() if 3 in folded(run_until(n)[0]).state.dead)
-    assert folded(run_until(number)[0]).awaited == {0, 1, 2}
+    assert 3 in folded(run_until(number)[0]).awaited
 
 
 def test_what_was_decided_last_and_not_logged_is_told() -> None:

@@ -175,6 +175,18 @@ class TestPlaces:
         assert job.members == (0, 1)
         assert opened(take_over(job)) == [Reopen(1, (6, 7))]
 
+    def test_a_node_whose_workers_are_dead_is_still_there(self) -> None:
+        """Its launcher waits for the job's end, so nobody else may have its place."""
+        job = Job().start_with(**REPLICA_PER_NODE)
+        job.kill(2)
+        job.kill(3)
+        job.report(0, 1)
+        job.ready(*job.members)
+        assert job.members == (0, 1)
+        assert opened(take_over(job)) == []
+        job.tell(NodeLost(1, "silent", 0.0))
+        assert opened(take_over(job)) == [Reopen(1, (10, 11))]
+
     def test_the_node_of_the_coordinator_is_there(self) -> None:
         job = Job(tensor=1, pipeline=1).start()
         job.kill(0)
