@@ -31,18 +31,21 @@ class Etcd:
         folder: for its data and its output.
         access: how it lets clients in; to be set once that is another.
         flags: more of etcd's.
+        host: this machine's address at which it is reached.
     """
 
-    def __init__(self, folder: Path, members: int = 1, access: Access = OPEN, flags: Sequence[str] = ()) -> None:
-        self._folder = folder
+    def __init__(
+        self, folder: Path, members: int = 1, access: Access = OPEN, flags: Sequence[str] = (), host: str = HOST
+    ) -> None:
+        self._folder, self._host = folder, host
         self.access, self._flags = access, flags
-        self._ports = [(_free_port(), _free_port()) for _ in range(members)]
+        self._ports = [(_free_port(host), _free_port(HOST)) for _ in range(members)]
         self._members: dict[int, subprocess.Popen[bytes]] = {}
         self.start(*range(members))
 
     def location(self, run: str = "run") -> Location:
         """Of a job's decisions here."""
-        return Location(tuple(Address(HOST, clients) for clients, _ in self._ports), run, self.access)
+        return Location(tuple(Address(self._host, clients) for clients, _ in self._ports), run, self.access)
 
     def start(self, *members: int) -> None:
         """Start members, and wait until the cluster answers."""
@@ -75,7 +78,8 @@ class Etcd:
 
     def _started(self, member: int) -> subprocess.Popen[bytes]:
         scheme = "http" if self.access.ca is None else "https"
-        clients, peers = (f"{scheme}://{HOST}:{self._ports[member][0]}", f"http://{HOST}:{self._ports[member][1]}")
+        for_clients, for_peers = self._ports[member]
+        clients, peers = f"{scheme}://{self._host}:{for_clients}", f"http://{HOST}:{for_peers}"
         cluster = ",".join(f"m{number}=http://{HOST}:{port}" for number, (_, port) in enumerate(self._ports))
         with (self._folder / f"etcd{member}.log").open("ab") as output:
             return subprocess.Popen([
@@ -101,6 +105,6 @@ class Etcd:
                 gateway.close()
 
 
-def _free_port() -> int:
-    with socket.create_server((HOST, 0)) as server:
+def _free_port(host: str) -> int:
+    with socket.create_server((host, 0)) as server:
         return int(server.getsockname()[1])

@@ -10,8 +10,8 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,12 +22,11 @@ from control_chaos import ITERATIONS, LEASE_S, LONGEST_CUT_S, MEMBERS, NODES, Bl
 from etcds import Etcd, needs_etcd
 from jobs import Job, Jobs, check_training, tiny
 from launched import is_alive
-from networks import Network, needs_namespaces
+from networks import THIS_MACHINE, Network, needs_namespaces
 
 from megatron_resihp.cli import main
 from megatron_resihp.control import exit_codes
 from megatron_resihp.control.head.decision_logs import decisions_at
-from megatron_resihp.control.transport.etcd.location import Location
 
 pytestmark = [pytest.mark.nightly, needs_etcd, needs_namespaces]
 SAMPLE = "0-3"
@@ -51,38 +50,39 @@ def test_whatever_happens_to_those_that_decide(
 ) -> None:
     arguments = tiny(train_iters=ITERATIONS, global_batch_size=6)
     reference = jobs.reference(arguments, workers=1)
-    with closing(Etcd(tmp_path, MEMBERS)) as etcd, closing(Network(NODES)) as network:
-        place = replace(etcd.location(), lease_s=LEASE_S)
-        stage = Stage(jobs, tmp_path, arguments, etcd, place, network)
-        try:
-            stage.play(random_blows(seed))
-            check(stage, place, reference)
-            record_property("chaos_longest_silence_s", round(silence(stage.leader), 1))
-        finally:
-            stage.clear()
+    with stage_of(jobs, tmp_path, arguments) as stage:
+        stage.play(random_blows(seed))
+        check(stage, reference)
+        record_property("chaos_longest_silence_s", round(silence(stage.leader), 1))
 
 
 @pytest.mark.timeout(2 * BOUND_S)
 def test_a_long_cut_loses_a_node_if_nothing_else_happens(jobs: Jobs, tmp_path: Path) -> None:
     """So the sequences' cuts are no empty threat. While a coordinator takes over, a node has longer to come back."""
-    with closing(Etcd(tmp_path, MEMBERS)) as etcd, closing(Network(NODES)) as network:
-        place = replace(etcd.location(), lease_s=LEASE_S)
-        stage = Stage(jobs, tmp_path, tiny(train_iters=ITERATIONS, global_batch_size=6), etcd, place, network)
-        try:
-            stage.play((Blow(5, 0.0, "cut", "link", 1, LONGEST_CUT_S),))
-            deaths = stage.leader.events("worker_dead")
-            assert [(death["dead"], death["node"]) for death in deaths] == [(1, 1)], stage.said()
-            assert stage.leader.code == 0, stage.said()
-        finally:
-            stage.clear()
+    with stage_of(jobs, tmp_path, tiny(train_iters=ITERATIONS, global_batch_size=6)) as stage:
+        stage.play((Blow(5, 0.0, "cut", "link", 1, LONGEST_CUT_S),))
+        deaths = stage.leader.events("worker_dead")
+        assert [(death["dead"], death["node"]) for death in deaths] == [(1, 1)], stage.said()
+        assert stage.leader.code == 0, stage.said()
 
 
-def check(stage: Stage, place: Location, reference: Job) -> None:
+@contextmanager
+def stage_of(jobs: Jobs, path: Path, arguments: list[str]) -> Iterator[Stage]:
+    """A stage on machines that reach etcd, as nodes of a job do."""
+    with ExitStack() as stack:
+        network = stack.enter_context(closing(Network(NODES)))
+        etcd = stack.enter_context(closing(Etcd(path, MEMBERS, host=network.connect_this_machine())))
+        stage = Stage(jobs, path, arguments, etcd, network)
+        stack.callback(stage.clear)
+        yield stage
+
+
+def check(stage: Stage, reference: Job) -> None:
     """Training is the reference's; nothing has stood still for long; and the log in etcd is whole."""
     check_training(stage.leader, reference)
     assert silence(stage.leader) <= LONGEST_SILENCE_S, stage.said()
-    assert decisions_at(str(place)) == decisions_at(str(stage.leader.run_dir))
-    assert main(["replay", str(place)]) == 0
+    assert decisions_at(str(stage.place)) == decisions_at(str(stage.leader.run_dir))
+    assert main(["replay", str(stage.place)]) == 0
     for each in (*stage.nodes, *stage.coordinators):
         if each not in stage.lost:
             fine = (0, exit_codes.RETRY) if each in stage.cut_off else (0,)
@@ -101,18 +101,17 @@ class Stage:
     """A job of several nodes, with a coordinator and one that waits for its loss, and what befalls them.
 
     Attributes:
+        place: of decisions, in etcd.
         leader: the coordinator that leads, as far as is known.
         lost: jobs that were killed, and coordinators in whose place another has come.
         deposed: those of them that still run, and are to find out.
         cut_off: nodes whose links were cut. They may be given up, and end.
     """
 
-    def __init__(
-        self, jobs: Jobs, path: Path, arguments: list[str], etcd: Etcd, place: Location, network: Network
-    ) -> None:
+    def __init__(self, jobs: Jobs, path: Path, arguments: list[str], etcd: Etcd, network: Network) -> None:
         self._path, self._arguments, self._etcd, self._network = path, arguments, etcd, network
-        self._address = network.connect_this_machine()
-        self._nursery, self._leads = jobs.nursery, {"alone": True, "control": str(place)}
+        self.place = replace(etcd.location(), lease_s=LEASE_S)
+        self._nursery, self._leads = jobs.nursery, {"alone": True, "control": str(self.place)}
         self.lost: list[Job] = []
         self.deposed: list[Job] = []
         self.cut_off: list[Job] = []
@@ -231,7 +230,7 @@ class Stage:
         return {
             "workers": 1,
             "nodes": NODES,
-            "coordinator": [self._address, self._free_port()],
+            "coordinator": [THIS_MACHINE, self._free_port()],
             "heartbeat_timeout_s": 6.0,
         }
 
@@ -245,6 +244,6 @@ class Stage:
     def _free_port(self) -> int:
         """One that no outgoing connection takes meanwhile."""
         for port in _PORTS:
-            with suppress(OSError), socket.create_server((self._address, port)):
+            with suppress(OSError), socket.create_server((THIS_MACHINE, port)):
                 return port
         raise AssertionError("no port is free")
