@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,8 @@ needs_etcd = pytest.mark.skipif(shutil.which("etcd") is None, reason="there is n
 
 HOST = "127.0.0.1"
 START_S = 20.0
+_PORTS = iter(range(10_000 + os.getpid() % 5_000, 20_000))
+"""Below those from which Linux takes ports for connections."""
 
 
 class Etcd:
@@ -106,5 +110,8 @@ class Etcd:
 
 
 def _free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as server:
-        return int(server.getsockname()[1])
+    """One that no outgoing connection takes meanwhile."""
+    for port in _PORTS:
+        with suppress(OSError), socket.create_server((host, port)):
+            return port
+    raise AssertionError("no port is free")

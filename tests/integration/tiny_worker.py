@@ -149,7 +149,7 @@ def main() -> None:
         port = int((RUN_DIR / f"knock_{WORKER}").read_text())
         connection = socket.create_connection(("127.0.0.1", port))  # noqa: F841  # Held open.
     client = StoreClient(open_connection(environment.way_to_store(), 30.0))
-    store = LastingStore(client) if client.connection.way.is_led_on else client
+    store = LastingStore(client) if client.connection.way.leaders is not None else client
     news = threading.Event()
     door = Door(own_address_towards(store.address.host)).address
     slots, here = int(os.environ[SLOTS]), int(os.environ["LOCAL_WORLD_SIZE"])

@@ -17,6 +17,7 @@ from megatron_resihp.control.transport.access.encryption import PREFIX as TLS
 from megatron_resihp.control.transport.access.secret import VARIABLE as SECRET
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.etcd.access import PREFIX as ETCD
+from megatron_resihp.control.transport.leaders import Leaders
 from megatron_resihp.control.transport.store.by_agent import ByAgent, at_hatch
 from megatron_resihp.plan.slots import slot_of
 
@@ -98,7 +99,7 @@ cluster."""
 def way_to_store(environment: Mapping[str, str] = os.environ) -> ByAgent:
     """This worker's."""
     hatch = socket.socket(fileno=os.dup(int(environment[STORE_FD])))
-    return ByAgent(at_hatch(hatch), LED_ON in environment)
+    return ByAgent(at_hatch(hatch), Leaders(Path(environment[RUN_DIR])) if LED_ON in environment else None)
 
 
 def warnings_of(inherited: Mapping[str, str] = os.environ, system: Path = SYSTEMS_CONF) -> list[str]:

@@ -14,6 +14,8 @@ from typing import Final
 from megatron_resihp.control.transport.address import Address, parse_address
 
 FILE_NAME: Final = "coordinator.json"
+RESULT: Final = "exit_code"
+"""The file with the code that the job has ended with; not there while it runs."""
 LEADERLESS_S: Final = 120.0
 """How long the processes of a job wait for another coordinator when they have lost one."""
 ANSWER_S: Final = 15.0
@@ -32,3 +34,10 @@ class Leaders:
             return parse_address(str(json.loads((self.run_dir / FILE_NAME).read_text())["store"]))
         except (OSError, ValueError, LookupError, TypeError):
             return None
+
+    def none_follows(self) -> bool:
+        """Whether the job is over: its coordinator has written how it ended, and is not there any more."""
+        try:
+            return (self.run_dir / RESULT).exists() and not (self.run_dir / FILE_NAME).exists()
+        except OSError:
+            return False

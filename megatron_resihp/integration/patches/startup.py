@@ -114,7 +114,7 @@ def create_runtime(config: ResihpConfig, derived: DerivedArguments, identify: Ca
     control = WorkerControl(
         store, worker, abort, NO_EPOCH if joining else 0, door, lambda worker: node_of(worker, slots, here)
     )
-    if store.way.is_led_on:
+    if store.way.leaders is not None:
         control.channel.stand(identity_of_job(store))
 
     def open_store() -> dist.Store:

@@ -19,7 +19,7 @@ import yaml
 from megatron_resihp.control import exit_codes
 from megatron_resihp.control.commands.launch.launch_options import LaunchOptions
 from megatron_resihp.control.commands.launch.run_directory import JOB_ENDED
-from megatron_resihp.control.commands.launch.seat import RESULT
+from megatron_resihp.control.transport.leaders import RESULT
 
 ROOT = Path(__file__).parents[3]
 SCHEMA = "JOBSET_DIR"

@@ -23,7 +23,7 @@ from megatron_resihp.control.commands.launch import interface, open_files
 from megatron_resihp.control.commands.launch.claim import touched
 from megatron_resihp.control.commands.launch.launch_options import LaunchError, LaunchOptions, check, options_of
 from megatron_resihp.control.commands.launch.run_directory import forget_job_end, note_job_end
-from megatron_resihp.control.commands.launch.seat import REASON, RESULT, MakeEventSink, Seat, take_seat
+from megatron_resihp.control.commands.launch.seat import REASON, MakeEventSink, Seat, take_seat
 from megatron_resihp.control.commands.standby import JobIsOver, take_over
 from megatron_resihp.control.coordination.actions import Limits
 from megatron_resihp.control.coordination.decisions.succession import Succession, unlogged
@@ -48,7 +48,7 @@ from megatron_resihp.control.replanning.health import still_slow
 from megatron_resihp.control.terminal import say, warn
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.etcd.presence import Presence
-from megatron_resihp.control.transport.leaders import LEADERLESS_S, Leaders
+from megatron_resihp.control.transport.leaders import LEADERLESS_S, RESULT, Leaders
 from megatron_resihp.control.transport.liveness import LivenessConnection, Watcher
 from megatron_resihp.control.transport.node_liveness import (
     Joining,

@@ -38,6 +38,7 @@ from megatron_resihp.control.transport.access.secret import (
 from megatron_resihp.control.transport.address import Address
 from megatron_resihp.control.transport.etcd.gateway import EtcdError
 from megatron_resihp.control.transport.etcd.leadership import Leadership
+from megatron_resihp.control.transport.leaders import RESULT
 from megatron_resihp.control.transport.node_liveness import check_size, has_joined, is_apart, is_led_on
 from megatron_resihp.control.transport.sockets import (
     ElsewhereError,
@@ -50,9 +51,8 @@ from megatron_resihp.control.transport.store.client import connect
 from megatron_resihp.control.transport.store.store import Store
 
 LOCAL_HOST: Final = "127.0.0.1"
-RESULT: Final = "exit_code"
 REASON: Final = "exit_reason"
-"""Files of the run directory with the code that the job has ended with, and why; not there while it runs."""
+"""The run directory's file that says why the job has ended; not there while it runs."""
 LOOK_S: Final = 1.0
 STILL_THERE_S: Final = 5.0
 """How long the coordinator may not answer a node that waits to join."""

@@ -20,6 +20,7 @@ from megatron_resihp.control.transport.access.encryption import CertificateError
 from megatron_resihp.control.transport.access.gate import OtherProtocolError, RefusedSecretError
 from megatron_resihp.control.transport.address import Address, parse_address
 from megatron_resihp.control.transport.frames import Frames, framed
+from megatron_resihp.control.transport.leaders import Leaders
 from megatron_resihp.control.transport.sockets import StoreError, end
 from megatron_resihp.control.transport.store.client import Connection, exchange
 from megatron_resihp.control.transport.store.wire import LARGEST, Op, Reply, Request, Said
@@ -63,20 +64,16 @@ class ByAgent:
 
     Args:
         hand_over: gives the agent one end of a connection; OSError where that can't be.
-        is_led_on: as of `Way`.
+        leaders: as of `Way`.
     """
 
-    def __init__(self, hand_over: Callable[[socket.socket], None], is_led_on: bool) -> None:
+    def __init__(self, hand_over: Callable[[socket.socket], None], leaders: Leaders | None) -> None:
         self._hand_over = hand_over
-        self._is_led_on = is_led_on
+        self.leaders = leaders
         self._place = "node 0"
 
     def __str__(self) -> str:
         return self._place
-
-    @property
-    def is_led_on(self) -> bool:
-        return self._is_led_on
 
     def enter(self, within_s: float) -> Connection:
         own, given = socket.socketpair()

@@ -55,8 +55,8 @@ class Way(Protocol):
     """A way to the store; as text, where that is."""
 
     @property
-    def is_led_on(self) -> bool:
-        """Whether it leads to another coordinator's store, once the last one's is lost."""
+    def leaders(self) -> Leaders | None:
+        """They tell of another coordinator, to whose store it leads once the last one's is lost; None: none follows."""
         ...
 
     def enter(self, within_s: float) -> Connection:
@@ -77,18 +77,14 @@ class Direct:
     """
 
     def __init__(self, address: Address, secret: Secret, leaders: Leaders | None = None) -> None:
-        self._address, self._secret, self._leaders = address, secret, leaders
+        self._address, self._secret, self.leaders = address, secret, leaders
 
     def __str__(self) -> str:
         return str(self._address)
 
-    @property
-    def is_led_on(self) -> bool:
-        return self._leaders is not None
-
     def address(self) -> Address:
         """Where the store is, which a file may tell."""
-        return (self._leaders and self._leaders.address()) or self._address
+        return (self.leaders and self.leaders.address()) or self._address
 
     def open(self, address: Address, within_s: float) -> tuple[socket.socket, Session]:
         """Connect to the store there; raises as `enter` does."""
@@ -155,7 +151,7 @@ class Connection:
 
 def patience_s(way: Way) -> float:
     """How long a server that is there may take to answer, beyond what it was asked to wait."""
-    return LED_ANSWER_S if way.is_led_on else ANSWER_S
+    return ANSWER_S if way.leaders is None else LED_ANSWER_S
 
 
 def exchange(sock: socket.socket, carrier: Carrier, request: Request, timeout_s: float) -> Reply:

@@ -17,7 +17,7 @@ from typing import Final
 from megatron_resihp.control import keys
 from megatron_resihp.control.transport.access.gate import RefusedSecretError
 from megatron_resihp.control.transport.address import Address
-from megatron_resihp.control.transport.leaders import LEADERLESS_S
+from megatron_resihp.control.transport.leaders import LEADERLESS_S, Leaders
 from megatron_resihp.control.transport.sockets import StoreError
 from megatron_resihp.control.transport.store.client import Connection, StoreClient, open_connection
 
@@ -83,9 +83,9 @@ class _Followed(_Reopened):
         on_successor: called with a connection to the store of another coordinator, before anything else is asked there.
     """
 
-    def __init__(self, store: StoreClient, run: str) -> None:
+    def __init__(self, store: StoreClient, run: str, leaders: Leaders) -> None:
         super().__init__(store, run)
-        self.term = _term_of(store)
+        self.term, self._leaders = _term_of(store), leaders
         self.on_successor: Callable[[StoreClient], None] = lambda store: None
 
     def leave(self, term: int) -> None:
@@ -105,6 +105,8 @@ class _Followed(_Reopened):
                 store.close()
             except (StoreError, TimeoutError):
                 pass
+            if self._leaders.none_follows():
+                raise StoreError(f"{loss}, and the job has ended meanwhile") from loss
             time.sleep(REFUSED_S)
         raise StoreError(f"{loss}, and no other coordinator has come within {LEADERLESS_S:g} s") from loss
 
@@ -139,8 +141,8 @@ class LastingStore:
 
     def __init__(self, store: StoreClient, run: str | None = None) -> None:
         self.run = store.get(keys.RUN, READ_S) if run is None else run
-        self.way = store.connection.way
-        self._used = _Followed(store, self.run) if self.way.is_led_on else _Reopened(store, self.run)
+        self.way, leaders = store.connection.way, store.connection.way.leaders
+        self._used = _Reopened(store, self.run) if leaders is None else _Followed(store, self.run, leaders)
 
     @property
     def address(self) -> Address:

@@ -168,7 +168,7 @@ class StoreRelay:
             sock = given.dup()
             self._order(lambda: self._take_in(sock, None))
 
-        return ByAgent(hand_over, self._way.is_led_on)
+        return ByAgent(hand_over, self._way.leaders)
 
     def close(self, timeout_s: float) -> None:
         """End all connections."""
@@ -239,7 +239,7 @@ class StoreRelay:
                 self._lose(line)
             else:
                 self._watch(line)
-        if self._way.is_led_on and self._line is not None and now > self._look_elsewhere_at:
+        if self._way.leaders is not None and self._line is not None and now > self._look_elsewhere_at:
             self._find(LED_ATTEMPT_S)
         for local in [each for each in self._locals if each.reach_by is not None and each.reach_by <= now]:
             local.reach_by = None
@@ -341,10 +341,10 @@ class StoreRelay:
 
     def _reach(self, local: _Local, within_s: float, now: float) -> None:
         """Find out whether the store can be reached, and where it is by now."""
-        if self._line is not None and not self._way.is_led_on:
+        if self._line is not None and self._way.leaders is None:
             self._ask_whether_it_is_there(self._line, local, now)
         else:
-            self._find(min(within_s, LED_ATTEMPT_S if self._way.is_led_on else ATTEMPT_S))
+            self._find(min(within_s, ATTEMPT_S if self._way.leaders is None else LED_ATTEMPT_S))
 
     def _find(self, within_s: float) -> None:
         """Open a line where the store is by now, unless there is one."""

@@ -11,8 +11,8 @@ import pytest
 from megatron_resihp.control import exit_codes
 from megatron_resihp.control.commands.launch import launcher
 from megatron_resihp.control.commands.launch.run_directory import JOB_ENDED, forget_job_end
-from megatron_resihp.control.commands.launch.seat import RESULT
 from megatron_resihp.control.node.mailbox import Ending
+from megatron_resihp.control.transport.leaders import RESULT
 
 
 def test_the_exit_code_is_there_before_the_log_is_summarised(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ import pytest
 from megatron_resihp.control import exit_codes
 from megatron_resihp.control.commands.launch.launch_options import add_arguments, check, options_of
 from megatron_resihp.control.commands.launch.run_directory import JOB_ENDED
-from megatron_resihp.control.commands.launch.seat import REASON, RESULT
+from megatron_resihp.control.commands.launch.seat import REASON
+from megatron_resihp.control.transport.leaders import RESULT
 from megatron_resihp.control.worker.saved_state import DIRECTORY, TRACKER
 
 ROOT = Path(__file__).parents[4]

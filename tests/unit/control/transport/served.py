@@ -50,7 +50,7 @@ class Node:
     """A node's agent, as far as its workers know it: it relays what they ask to the store at an address."""
 
     def __init__(self, address: Address, secret: Secret, leaders: Leaders | None = None) -> None:
-        self._is_led_on = leaders is not None
+        self._leaders = leaders
         self.relay = StoreRelay(Direct(address, secret, leaders), Together("node"))
         self.hatches: dict[int, socket.socket] = {}
         self.relay.start()
@@ -60,7 +60,7 @@ class Node:
         if worker not in self.hatches:
             kept, self.hatches[worker] = socket.socketpair(type=socket.SOCK_SEQPACKET)
             self.relay.add(worker, kept)
-        return ByAgent(at_hatch(self.hatches[worker]), self._is_led_on)
+        return ByAgent(at_hatch(self.hatches[worker]), self._leaders)
 
     def connect(self, worker: int = 0) -> StoreClient:
         return StoreClient(open_connection(self.way(worker), CONNECT_S))

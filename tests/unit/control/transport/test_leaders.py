@@ -20,7 +20,7 @@ from megatron_resihp.control.node import link
 from megatron_resihp.control.node.mailbox import Ending
 from megatron_resihp.control.transport.access.secret import fresh_secret
 from megatron_resihp.control.transport.address import Address
-from megatron_resihp.control.transport.leaders import FILE_NAME, Leaders
+from megatron_resihp.control.transport.leaders import FILE_NAME, LEADERLESS_S, RESULT, Leaders
 from megatron_resihp.control.transport.liveness import LivenessConnection
 from megatron_resihp.control.transport.node_liveness import Joining, NodeLoss, NodeWatcher, come_back
 from megatron_resihp.control.transport.shipping import Relay, Uplink
@@ -114,6 +114,18 @@ class TestStore:
         second.connect().set("a", "1")
         assert store.get("a", WAIT_S) == "1"
         assert (met, store.term, store.address) == ([second.address], 2, second.address)
+
+    def test_is_not_waited_for_once_the_job_is_over(self, leading: Leading) -> None:
+        """A node that was cut off meanwhile ends at once."""
+        first = leading.lead(1)
+        store = leading.store()
+        first.close()
+        (leading.run_dir / RESULT).write_text("0")
+        (leading.run_dir / FILE_NAME).unlink()
+        began_at = time.monotonic()
+        with pytest.raises(StoreError, match="and the job has ended meanwhile"):
+            store.get("a", WAIT_S)
+        assert time.monotonic() < began_at + LEADERLESS_S / 4
 
     def test_is_waited_for_until_all_is_published(self, leading: Leading) -> None:
         first = leading.lead(1)
