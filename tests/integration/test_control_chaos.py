@@ -83,7 +83,8 @@ def check(stage: Stage, reference: Job) -> None:
     assert silence(stage.leader) <= LONGEST_SILENCE_S, stage.said()
     assert decisions_at(str(stage.place)) == decisions_at(str(stage.leader.run_dir))
     assert main(["replay", str(stage.place)]) == 0
-    for each in (*stage.nodes, *stage.coordinators):
+    # Nodes that were cut off end last, and all launchers know of their workers by the one run directory.
+    for each in (*stage.cut_off, *stage.nodes, *stage.coordinators):
         if each not in stage.lost:
             fine = (0, exit_codes.RETRY) if each in stage.cut_off else (0,)
             assert each.wait().code in fine, stage.said()

@@ -227,7 +227,8 @@ class Link:
             self._liveness.close()
         self._cut_off = False
         try:
-            self._liveness = self._introduce(store, self._mark_cut_off, True)
+            # Not at a later one's, which would take the end of this connection for the node's.
+            self._liveness = self._introduce(store.connected, self._mark_cut_off, True)
         except (StoreError, TimeoutError):
             # That one may be lost, too, by now.
             self._cut_off, self._failed = True, self._failed + 1

@@ -321,7 +321,7 @@ def _introduce(
     if comes_back:
         liveness = come_back(store, joining, on_lost)
         uplink.connect(records_address(store))
-        if isinstance(store, LastingStore):
+        if isinstance(store, StoreClient):
             starter.store_is_at(store.address)
         say(f"resihp: node {options.node} has found another coordinator")
         return liveness

@@ -149,6 +149,11 @@ class LastingStore:
         return self._used.store.address
 
     @property
+    def connected(self) -> StoreClient:
+        """The store in use alone: it follows to no other coordinator's."""
+        return self._used.store
+
+    @property
     def term(self) -> int | None:
         """Of the coordinator whose store it is; None: no other may follow."""
         return self._used.term if isinstance(self._used, _Followed) else None

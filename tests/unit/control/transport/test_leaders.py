@@ -267,6 +267,34 @@ class TestAgent:
         assert introduced[1][1] and not ends
         agent.close(WAIT_S)
 
+    def test_comes_back_once_to_each_coordinator(self, leading: Leading, monkeypatch: pytest.MonkeyPatch) -> None:
+        """One that was lost meanwhile is not mistaken for the next, which takes the end of a liveness connection for
+        the node's."""
+        first, terms, ends, turns = leading.lead(1), list[str](), list[Ending](), list[str]()
+        wait = LastingStore.wait
+
+        def noted_wait(store: LastingStore, key: str, timeout_s: float) -> bool:
+            turns.append(key)
+            return wait(store, key, timeout_s)
+
+        monkeypatch.setattr(LastingStore, "wait", noted_wait)
+
+        def introduce(store: Store, on_lost: Callable[[], None], comes_back: bool) -> None:
+            if comes_back and len(leading.served) == 2:
+                second.close()
+                leading.lead(3)
+            terms.append(store.get(keys.TERM, WAIT_S))
+
+        agent = link.Link(leading.store, introduce, ends.append, lambda slowness: None)
+        eventually(lambda: terms)
+        first.close()
+        second = leading.lead(2)
+        eventually(lambda: len(terms) == 2)
+        until = len(turns) + 2
+        eventually(lambda: len(turns) >= until)
+        assert terms == ["1", "3"] and not ends
+        agent.close(WAIT_S)
+
 
 class TestNodes:
     SIZE = JobSize(nodes=3, workers_per_node=1, apart=True)
