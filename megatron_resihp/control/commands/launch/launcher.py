@@ -319,8 +319,10 @@ def _introduce(
         secret=seat.secret,
     )
     if comes_back:
+        # Before there is a liveness connection, which an error would leave open with nobody to close it.
+        records = records_address(store)
         liveness = come_back(store, joining, on_lost)
-        uplink.connect(records_address(store))
+        uplink.connect(records)
         if isinstance(store, StoreClient):
             starter.store_is_at(store.address)
         say(f"resihp: node {options.node} has found another coordinator")
